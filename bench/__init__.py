@@ -1,0 +1,1 @@
+"""Measurement over HTTP: load replay, reports."""

@@ -1,0 +1,1 @@
+"""Decoder-only transformers over a paged KV pool."""

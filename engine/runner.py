@@ -1,0 +1,166 @@
+"""ModelRunner: runs a mixed batch of prompt chunks and single tokens through the model and returns the logits asked for."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from engine.kernels.paged_attention import AttentionPlan, Chunk
+from engine.kv_pool import KVLayout, KVPool
+from engine.models.config import ModelConfig, ModelError
+from engine.models.rope import rope_table
+from engine.models.transformer import Batch, Transformer
+from engine.protocol import ModelInfo
+from engine.weights import WeightsOrigin, load_weights, weight_files
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class SequenceChunk:
+    """Tokens of one sequence to compute now.
+
+    token_ids    at positions start, start + 1, ...; at least one
+    start        positions before it have their KV in the blocks already
+    block_table  the sequence's blocks; must cover every position up to the chunk's last one
+    logits       rows wanted: none, the last token's, or all
+    """
+
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    logits: Literal["none", "last", "all"] = "last"
+
+
+class ModelRunner:
+    """A loaded model. `pool` is assigned by the worker before the first `run` and may be replaced between runs."""
+
+    def __init__(
+        self, config: ModelConfig, model: Transformer, layout: KVLayout, max_model_len: int, fingerprint: str, device: str
+    ):
+        self.config = config
+        self.model = model
+        self.layout = layout
+        self.max_model_len = max_model_len
+        self.fingerprint = fingerprint
+        self.device = device
+        self.pool: KVPool | None = None
+        self._rope = rope_table(config.rope, config.head_dim, max_model_len, torch.device(device))
+        self._windows = set(config.sliding_windows)
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: str | Path,
+        *,
+        weights: WeightsOrigin = "files",
+        dtype: str = "auto",
+        device: str = "cpu",
+        block_size: int,
+        max_model_len: int | None = None,
+    ) -> "ModelRunner":
+        """Read a Hugging Face directory. Raises ModelError with one line.
+
+        weights        "random": the same shapes without weight files
+        dtype          "auto": float32 on CPU, else the checkpoint's own
+        max_model_len  default: the model's own limit, which it must not exceed
+        """
+        config = ModelConfig.from_dir(model_dir)
+        if max_model_len is not None and max_model_len > config.max_position_embeddings:
+            raise ModelError(
+                f"max_model_len {max_model_len} exceeds the model's max_position_embeddings {config.max_position_embeddings}"
+            )
+        torch_dtype = resolve_dtype(dtype, config, device)
+        loaded = load_weights(config, model_dir, weights, torch_dtype, torch.device(device))
+        layout = KVLayout(config.num_layers, config.num_kv_heads, block_size, config.head_dim, torch_dtype)
+        length = max_model_len or config.max_position_embeddings
+        return cls(config, Transformer(config, loaded), layout, length, fingerprint(model_dir, weights), device)
+
+    def info(self, name: str) -> ModelInfo:
+        """What a worker called `name` tells its peers about its model."""
+        return ModelInfo(
+            name=name,
+            fingerprint=self.fingerprint,
+            dtype=str(self.layout.dtype).removeprefix("torch."),
+            block_size=self.layout.block_size,
+            block_bytes=self.layout.block_bytes,
+            layout=self.layout.describe(),
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=list(self.config.eos_token_ids),
+        )
+
+    @torch.inference_mode()
+    def run(self, chunks: list[SequenceChunk]) -> torch.Tensor:
+        """Compute the chunks and store their KV in the pool. Chunks of one call must not share a block they write.
+
+        Returns logits float32 `[n_rows, vocab_size]`, rows in chunk order: one for "last", len(token_ids) for "all".
+        """
+        assert self.pool is not None, "the worker assigns ModelRunner.pool before the first run"
+        hidden = self.model.forward(self._batch(chunks), self.pool.tensor)
+        rows = wanted_rows(chunks)
+        if len(rows) < len(hidden):
+            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
+        return self.model.logits(hidden)
+
+    def _batch(self, chunks: list[SequenceChunk]) -> Batch:
+        block_size = self.layout.block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for chunk in chunks:
+            end = chunk.start + len(chunk.token_ids)
+            assert chunk.token_ids, "a chunk needs at least one token"
+            assert end <= self.max_model_len, f"position {end - 1} is beyond max_model_len {self.max_model_len}"
+            assert end <= len(chunk.block_table) * block_size, f"block table is too short for {end} tokens"
+            token_ids += chunk.token_ids
+            positions += range(chunk.start, end)
+            for position in range(chunk.start, end):
+                slots.append(chunk.block_table[position // block_size] * block_size + position % block_size)
+        device = torch.device(self.device)
+        plan = AttentionPlan(
+            [Chunk(chunk.start, len(chunk.token_ids), chunk.block_table) for chunk in chunks],
+            block_size,
+            self._windows,
+            self.layout.dtype,
+            device,
+        )
+        return Batch(
+            token_ids=torch.tensor(token_ids, device=device),
+            cos_sin=self._rope[torch.tensor(positions, device=device)],
+            slots=torch.tensor(slots, device=device),
+            attention=plan,
+        )
+
+
+def wanted_rows(chunks: list[SequenceChunk]) -> list[int]:
+    """Rows of the packed batch whose logits the chunks ask for, in order."""
+    rows: list[int] = []
+    end = 0
+    for chunk in chunks:
+        begin, end = end, end + len(chunk.token_ids)
+        if chunk.logits != "none":
+            rows += range(begin if chunk.logits == "all" else end - 1, end)
+    return rows
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, device: str) -> torch.dtype:
+    """The torch dtype that a configuration's `dtype` means on a device. Raises ModelError."""
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else config.dtype or "float16"
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def fingerprint(model_dir: str | Path, weights: WeightsOrigin) -> str:
+    """Hash of what makes two workers' KV interchangeable: config.json and the weight files' names and sizes."""
+    digest = hashlib.blake2b((Path(model_dir) / "config.json").read_bytes(), digest_size=16)
+    if weights == "random":
+        digest.update(b"random")
+    else:
+        for path in weight_files(model_dir):
+            digest.update(f"\n{path.name} {path.stat().st_size}".encode())
+    return digest.hexdigest()

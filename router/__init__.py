@@ -1,0 +1,1 @@
+"""The HTTP side: API, tokenization, routing, admission, supervision, metrics."""

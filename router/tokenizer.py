@@ -1,0 +1,95 @@
+"""Text to token ids: a Hugging Face tokenizer and its chat template, run off the event loop."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from router.detokenizer import Vocabulary
+
+T = TypeVar("T")
+
+MAX_THREADS = 4
+
+
+class TemplateError(ValueError):
+    """The chat template cannot render these messages; the message says what it said."""
+
+
+class Tokenizer:
+    """One model's tokenizer. Encoding takes no lock and changes nothing, so any number of threads may do it at once."""
+
+    def __init__(self, tokenizer: Any, model_dir: Path):
+        self.model_dir = model_dir
+        self.vocabulary = Vocabulary(tokenizer)
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            # Limits in tokenizer.json are training's. Unset once, here: unsetting them is not thread-safe.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "tokenizer")
+
+    @staticmethod
+    def load(model_dir: str | Path) -> "Tokenizer":
+        """Read the tokenizer of a Hugging Face model directory. Raises OSError or ValueError when there is none."""
+        from transformers import AutoTokenizer
+
+        return Tokenizer(AutoTokenizer.from_pretrained(str(model_dir)), Path(model_dir))
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Call `work` in the tokenizer's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self._backend is None:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def token_names(self, token_ids: list[int]) -> list[str]:
+        """How the vocabulary spells each token ("" for an id without one)."""
+        return [self._tokenizer.convert_ids_to_tokens(token_id) or "" for token_id in token_ids]
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def template_mentions(self, variable: str) -> bool:
+        """Whether the chat template has a use for a variable."""
+        return variable in str(self._tokenizer.chat_template or "")
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_variables: dict[str, Any],
+    ) -> str:
+        """The prompt text of a chat. Raises TemplateError."""
+        import jinja2
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **template_variables,
+            )
+        except jinja2.TemplateError as error:
+            reason = " ".join(str(error).split())[:150]
+            raise TemplateError(f"the chat template refused these messages: {reason}") from None
+        except Exception as error:
+            raise TemplateError(f"the chat template failed on these messages ({type(error).__name__})") from error
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

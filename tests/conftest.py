@@ -1,0 +1,41 @@
+"""Fixtures for every test: one torch thread, no network, tiny models of each family, the embedded model when it is there."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_model(family, **options) -> directory of a tiny random model; options as in make_tiny_model, made once each."""
+    made: dict[str, Path] = {}
+
+    def get(family: str, **options) -> Path:
+        key = repr((family, sorted(options.items())))
+        if key not in made:
+            made[key] = make_tiny_model(tmp_path_factory.mktemp(family), family, **options)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def embedded_model_dir() -> Path:
+    """Directory of SmolLM2-135M-Instruct; the test is skipped when it was not fetched."""
+    directory = Path(os.environ.get("BATON_TEST_MODEL") or ROOT / "models" / "smollm2-135m-instruct")
+    if not (directory / "config.json").is_file():
+        pytest.skip(f"no model in {directory}; make it with: python3 -m engine.embedded_model {directory}")
+    return directory
