@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from bench.facts import ROOT
+from bench.progress import say
 from bench.replay.__main__ import main as replay
 
 MODEL_DIR = ROOT / "models" / "smollm2-135m-instruct"
@@ -27,8 +28,8 @@ STOP_TIMEOUT_S = 40.0
 REPORT_EVERY_S = 3.0
 
 WORKLOAD = (
-    "--prefix-tokens 448 --new-tokens 64 --output-tokens 32 --requests 24 --warmup-gap-s 2 --qps 0.5 1 "
-    "--slo-ttft-ms 2000 --slo-tpot-ms 250 --flush-cache"
+    "--prefix-tokens 448 --new-tokens 64 --output-tokens 32 --requests 24 --warmup-gap-s 4 --qps 0.5 1 "
+    "--slo-ttft-ms 2000 --slo-tpot-ms 400 --flush-cache"
 ).split()
 """Sized for two CPU cores: seven cached blocks of 64 tokens and one new one a request."""
 
@@ -143,10 +144,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def say(text: str) -> None:
-    print(f"==> {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ class Progress:
         )
 
 
+def say(text: str) -> None:
+    """Announce a stage."""
+    print(f"==> {text}", file=sys.stderr, flush=True)
+
+
 def live_bar() -> Any:
     """rich's progress bar, or None where rich is not installed."""
     try:

@@ -107,7 +107,9 @@ def verify(gguf: Path) -> None:
     say("2/4 verifying its checksum")
     digest = sha256(gguf)
     if digest != GGUF_SHA256:
-        raise ConversionError(f"{gguf.name} has sha256 {digest}, expected {GGUF_SHA256}; the download is not to be trusted")
+        raise ConversionError(
+            f"{gguf.name} has sha256 {digest}, expected {GGUF_SHA256}; the download is not to be trusted"
+        )
 
 
 def sha256(path: Path) -> str:

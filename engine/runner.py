@@ -38,7 +38,13 @@ class ModelRunner:
     """A loaded model. `pool` is assigned by the worker before the first `run` and may be replaced between runs."""
 
     def __init__(
-        self, config: ModelConfig, model: Transformer, layout: KVLayout, max_model_len: int, fingerprint: str, device: str
+        self,
+        config: ModelConfig,
+        model: Transformer,
+        layout: KVLayout,
+        max_model_len: int,
+        fingerprint: str,
+        device: str,
     ):
         self.config = config
         self.model = model

@@ -179,7 +179,7 @@ def _locate(directory: Path) -> dict[str, Path]:
     single = directory / SINGLE_FILE
     if not single.is_file():
         raise ModelError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are read")
-    return {name: single for name in _names(single)}
+    return dict.fromkeys(_names(single), single)
 
 
 def _names(path: Path) -> Iterator[str]:

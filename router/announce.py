@@ -50,7 +50,7 @@ def start_up_lines(options: ServerOptions, control_address: str, worker_names: l
 def _topology(config: DeploymentConfig) -> str:
     topology = config.topology
     if topology.prefill_workers == 0:
-        return f"colocated, both engines in each of {topology.decode_workers} process(es); no KV block is moved"
+        return f"colocated, decode workers with both engines: {topology.decode_workers}; no KV block is moved"
     limit = topology.local_prefill_max_tokens
     rule = {
         0: "every prompt goes to a prefill worker",
@@ -85,8 +85,7 @@ class Announcer:
                 self._log(f"all workers are up after {time.monotonic() - self._start:.1f} s")
 
     def worker_lost(self, worker: Worker, reason: str, silent: bool) -> None:
-        if self._supervisor.expected() or not reason.startswith("the router stops"):
-            self._log(f"{worker.role} worker {worker.name} was lost: {reason}")
+        self._log(f"{worker.role} worker {worker.name} was lost: {reason}")
         if silent:
             self._supervisor.replace(worker.name, worker.register.pid)
 

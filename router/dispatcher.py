@@ -24,7 +24,7 @@ from router.fleet import Fleet, Worker
 from router.flight import Flight
 from router.health import check_workers, needs_prefill_worker
 from router.reports import FleetSnapshot, HealthReport, WorkerHealth, WorkerSnapshot
-from router.routing import Branches, Candidate, Policy
+from router.routing import Candidate, Policy
 from router.token_stream import TokenStream
 
 __all__ = [
@@ -59,7 +59,7 @@ class Dispatcher:
         self._expected = expected
         self._flights: dict[str, Flight] = {}
         self._waiting: deque[Flight] = deque()
-        self._decode_policy, self._prefill_policy, self._branches = Policy(), Policy(), Branches()
+        self._decode_policy, self._prefill_policy = Policy(), Policy()
         self._rate = CompletionRate()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -250,7 +250,6 @@ class Dispatcher:
         request = flight.request
         hashes = hash_blocks(request.prompt_token_ids, self.fleet.model.block_size, request.cache_salt)
         flight.hashes = [block.hex() for block in hashes]
-        flight.shared_blocks = self._branches.add(flight.hashes)
 
     def _choose(self, policy: Policy, workers: list[Worker], flight: Flight) -> Worker:
         """A worker whose engine loop owes an answer for long is left out while others are prompt."""
@@ -265,7 +264,7 @@ class Dispatcher:
             )
             for worker in prompt
         ]
-        return self.fleet.workers[policy.choose(candidates, flight.shared_blocks).name]
+        return self.fleet.workers[policy.choose(candidates).name]
 
     def _assign(self, flight: Flight, decode: Worker, prefill: Worker | None) -> None:
         flight.decode, flight.prefill, flight.attempts = decode, prefill, flight.attempts + 1

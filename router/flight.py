@@ -17,7 +17,6 @@ class Flight:
            +--- worker lost: generation + 1, goes on after output_token_ids ---+
 
     hashes        chained hashes (hex) of the prompt's full blocks; [] where they would not help to choose a worker
-    shared_blocks leading blocks the prompt shares with a crowd of sessions
     attempts      submissions so far
     backlog       the worker counted as prefilling this prompt, and the blocks it was charged for it
     """
@@ -25,7 +24,6 @@ class Flight:
     request: Request
     stream: TokenStream
     hashes: list[str] = field(default_factory=list)
-    shared_blocks: int = 0
     generation: int = 0
     attempts: int = 0
     output_token_ids: list[int] = field(default_factory=list)

@@ -17,15 +17,13 @@ one, then round robin. So a session stays where its blocks are until that place 
 only a system prompt in common spread by load.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 BACKLOG_WEIGHT = 0.5
 FULL_BATCH_BLOCKS = 32.0
 MAX_BATCH_SPREAD = 0.25
-CROWD = 4
-MAX_BRANCH_NODES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,9 @@ class Policy:
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, candidates: Sequence[Candidate], shared_blocks: int = 0) -> Candidate:
-        """`candidates` must not be empty. `shared_blocks`: leading blocks the prompt has in common with a crowd."""
-        shared = max(shared_blocks, min(candidate.cached_blocks for candidate in candidates))
+    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+        """`candidates` must not be empty."""
+        shared = min(candidate.cached_blocks for candidate in candidates)
         emptiest = min(candidate.batch for candidate in candidates)
         allowed = [candidate for candidate in candidates if candidate.batch - emptiest <= MAX_BATCH_SPREAD]
 
@@ -99,30 +97,3 @@ class WorkerBlocks:
 
     def __len__(self) -> int:
         return len(self._reported)
-
-
-class Branches:
-    """Tells a prefix that a crowd of sessions starts with from one that belongs to a single session.
-
-    A session's prompts extend each other, so a block of its own is followed by one block, seldom by a few. Where at
-    least CROWD different blocks followed in recent prompts, the prefix up to there is common property. Least recently
-    seen nodes are forgotten beyond `max_nodes`.
-    """
-
-    def __init__(self, max_nodes: int = MAX_BRANCH_NODES):
-        self._max_nodes = max_nodes
-        self._followers: OrderedDict[str, tuple[str, ...]] = OrderedDict()
-
-    def add(self, hashes: Sequence[str]) -> int:
-        """Note a prompt; returns how many of its leading blocks are shared with a crowd."""
-        shared = 0
-        for index, (block, follower) in enumerate(zip(hashes, hashes[1:], strict=False)):
-            followers = self._followers.pop(block, ())
-            if follower not in followers and len(followers) < CROWD:
-                followers += (follower,)
-            self._followers[block] = followers
-            if len(followers) >= CROWD:
-                shared = index + 1
-        while len(self._followers) > self._max_nodes:
-            self._followers.popitem(last=False)
-        return shared

@@ -43,7 +43,8 @@ async def serve(options: ServerOptions) -> int:
     specs = worker_specs(config, options.config_file, model_dir, control_address) if options.starts_workers else []
     supervisor = Supervisor(specs, log)
     dispatcher = Dispatcher(fleet, supervisor.expected)
-    fleet.listeners.append(Announcer(supervisor, log))
+    announcer = Announcer(supervisor, log)
+    fleet.listeners.append(announcer)
     for line in start_up_lines(options, control_address, [spec.name for spec in specs]):
         log(line)
     stop = _stop_signal(supervisor)
@@ -62,6 +63,7 @@ async def serve(options: ServerOptions) -> int:
             http.task.result()
     finally:
         await http.stop()
+        fleet.listeners.remove(announcer)  # from here on workers are supposed to go
         await supervisor.stop()
         await fleet.close()
         log("stopped")

@@ -96,7 +96,7 @@ def test_every_topology_gives_the_tokens_of_transformers(start, greedy, topology
 
 
 def test_colocated_needs_nothing_beyond_the_pinned_stack(start, tmp_path):
-    extras = ["zmq", "prometheus_client", "rich", "matplotlib", "gguf", "pytest", "hypothesis", "psutil", "aiohttp"]
+    extras = ["zmq", "prometheus_client", "matplotlib", "gguf", "pytest", "hypothesis", "aiohttp"]
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "class Absent:\n"

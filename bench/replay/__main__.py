@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from bench.facts import collect_facts
-from bench.progress import Progress
+from bench.progress import Progress, say
 from bench.replay.client import LevelRun, RawResponse, run_level
 from bench.replay.page import html_page
 from bench.replay.report import Result, text_report, write_files
@@ -162,10 +162,6 @@ def read_level(
         for request, response in zip(planned, run.responses)
     ]
     return summarize_level(qps, records, slo, run.loop_lag_ms, workload), records
-
-
-def say(text: str) -> None:
-    print(f"==> {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

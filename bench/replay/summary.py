@@ -144,6 +144,17 @@ def level_warnings(summary: LevelSummary, records: list[RequestRecord], workload
     cold = [record for record in records if record.phase == "warmup" and record.cached_tokens]
     if cold:
         warnings.append(f"{len(cold)} warm-up requests hit the cache: the level did not start cold (see --flush-cache)")
+    missed = [
+        record
+        for record in records
+        if record.phase == "measured"
+        and record.cached_tokens is not None
+        and record.cached_tokens < workload.prefix_tokens // 2
+    ]
+    if missed:
+        warnings.append(
+            f"{len(missed)} measured requests missed their prefix: not computed yet when they came, or evicted"
+        )
     if any((record.cached_tokens or 0) > workload.prefix_tokens + workload.new_tokens // 2 for record in records):
         warnings.append("new input was already cached: these prompts ran before (use --flush-cache or another --seed)")
     if measured.ok and measured.cached_tokens is None:

@@ -110,7 +110,11 @@ class AttentionPlan:
         blocks = [self._blocks(chunk, first, num_blocks) for (_, chunk), first in zip(members, firsts, strict=True)]
         queries = torch.tensor([chunk.start for _, chunk in members])[:, None]
         keys = torch.arange(num_blocks * self.block_size) + torch.tensor(firsts)[:, None]
-        rows = slice(0, num_rows) if len(members) == num_rows else torch.tensor([row for row, _ in members]).to(self.device)
+        rows = (
+            slice(0, num_rows)
+            if len(members) == num_rows
+            else torch.tensor([row for row, _ in members]).to(self.device)
+        )
         mask = self._mask(queries, keys, window)[:, None, None]
         return Group(rows, True, torch.tensor(blocks, device=self.device), mask)
 

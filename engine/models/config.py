@@ -179,7 +179,9 @@ class _Reader:
         scaling = {key: value for key, value in parameters.items() if key not in ("rope_type", "type", "rope_theta")}
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         if rope_type not in ROPE_TYPES:
-            raise ModelError(f"{self.path}: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            raise ModelError(
+                f"{self.path}: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+            )
         rotary = scaling.get("partial_rotary_factor", self.values.get("partial_rotary_factor"))
         if rotary not in (None, 1, 1.0):
             raise ModelError(f"{self.path}: partial_rotary_factor {rotary!r} is not supported, only 1.0")

@@ -106,6 +106,7 @@ def test_gaps_are_pooled_over_requests():
         ({9: {"sent_s": 9.2}}, 0.0, "sent late (p99 200 ms)"),
         ({}, 35.0, "client was busy"),
         ({0: {"cached_tokens": 64}}, 0.0, "1 warm-up requests hit the cache"),
+        ({9: {"cached_tokens": 16}, 12: {"cached_tokens": 0}}, 0.0, "2 measured requests missed their prefix"),
         ({9: {"cached_tokens": 79}}, 0.0, "new input was already cached"),
         ({index: {"cached_tokens": None} for index in range(16)}, 0.0, "hit rate is unknown"),
     ],

@@ -5,11 +5,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing import CROWD, Branches, Candidate, Policy, WorkerBlocks
+from router.routing import Candidate, Policy, WorkerBlocks
 
 
-def chosen(*candidates: Candidate, shared: int = 0) -> str:
-    return Policy().choose(candidates, shared).name
+def chosen(*candidates: Candidate) -> str:
+    return Policy().choose(candidates).name
 
 
 def test_the_worker_that_has_the_prompt_cached_wins():
@@ -33,12 +33,6 @@ def test_a_prefix_that_every_worker_has_does_not_count():
     # 100 system prompt blocks everywhere: 2 more on a do not outweigh a batch that is an eighth fuller (4 blocks).
     a, b = Candidate("a", cached_blocks=102, batch=0.125), Candidate("b", cached_blocks=100)
     assert chosen(a, b) == "b"
-
-
-def test_a_prefix_that_a_crowd_shares_does_not_pull_everything_to_the_worker_that_had_it_first():
-    a, b = Candidate("a", cached_blocks=100, batch=0.1), Candidate("b")
-    assert chosen(a, b) == "a"
-    assert chosen(a, b, shared=100) == "b"
 
 
 def test_a_session_spills_from_its_worker_when_that_is_overloaded():
@@ -123,40 +117,32 @@ def prompt(system: str, session: str, num_turns: int) -> list[str]:
     return [f"{system}{i}" for i in range(3)] + [f"{system}-{session}{i}" for i in range(num_turns)]
 
 
-def test_a_system_prompt_is_recognised_once_a_crowd_starts_with_it():
-    branches = Branches()
-    shared = [branches.add(prompt("s", session, 2)) for session in "abcdef"]
-    assert shared == [0] * (CROWD - 1) + [3, 3, 3]
-
-
-def test_the_turns_of_one_session_are_no_crowd():
-    branches = Branches()
-    assert [branches.add(prompt("s", "a", turns)) for turns in range(1, 30)] == [0] * 29
-
-
-def test_branches_forget_the_least_recently_seen():
-    branches = Branches(max_nodes=8)
-    for session in "abcd":
-        branches.add(prompt("s", session, 1))
-    assert branches.add(prompt("s", "e", 1)) == 3
-    for other in range(20):
-        branches.add(prompt(f"other{other}", "a", 1))
-    assert branches.add(prompt("s", "f", 1)) == 0
-
-
-def test_sessions_with_one_system_prompt_spread_and_then_stay():
-    """A small fleet played through: 8 sessions, 6 turns each, 2 workers, one request at a time."""
-    policy, branches = Policy(), Branches()
+def test_sessions_whose_every_turn_ends_differently_stay_where_their_prefix_is():
+    """Eight sessions, each a long prefix of its own with another tail at each turn: the coding-agent replay."""
+    policy = Policy()
     workers = {"a": WorkerBlocks(), "b": WorkerBlocks()}
-    homes: dict[str, list[str]] = {}
-    for turn in range(1, 7):
+    homes: dict[str, set[str]] = {}
+    load: Counter[str] = Counter()
+    for turn in range(10):
         for session in "stuvwxyz":
-            hashes = prompt("sys", session, 4 * turn)
-            shared = branches.add(hashes)
-            options = [Candidate(name, blocks.num_leading(hashes)) for name, blocks in workers.items()]
-            home = policy.choose(options, shared).name
+            hashes = [f"{session}{i}" for i in range(62)] + [f"{session}-{turn}-{i}" for i in range(2)]
+            options = [Candidate(n, blocks.num_leading(hashes), batch=load[n] / 100) for n, blocks in workers.items()]
+            home = policy.choose(options).name
             workers[home].report(hashes, [])
-            homes.setdefault(session, []).append(home)
-    assert all(len(set(turns)) == 1 for turns in homes.values()), "a session moved although nothing was overloaded"
-    assert min(Counter(turns[0] for turns in homes.values()).values()) >= 2, "one worker got nearly everything"
-    assert len(Counter(turns[0] for turns in homes.values())) == 2
+            homes.setdefault(session, set()).add(home)
+            load[home] += turn == 0
+    assert all(len(home) == 1 for home in homes.values())
+    assert load == {"a": 4, "b": 4}
+
+
+def test_a_system_prompt_stops_to_pull_once_load_has_sent_a_session_elsewhere():
+    policy = Policy()
+    workers = {"a": WorkerBlocks(), "b": WorkerBlocks()}
+    load: Counter[str] = Counter()
+    for session in range(60):
+        hashes = prompt("sys", str(session), 4)
+        options = [Candidate(n, blocks.num_leading(hashes), batch=load[n] / 32) for n, blocks in workers.items()]
+        home = policy.choose(options).name
+        workers[home].report(hashes, [])
+        load[home] += 1
+    assert abs(load["a"] - load["b"]) <= 1
