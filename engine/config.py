@@ -12,6 +12,7 @@ CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 ChannelName = Literal["local", "shm", "tcp"]
 SHARED_POOL_CHANNELS = ("shm",)
+CPU_CHANNELS = ("shm", "tcp")
 
 
 class ConfigError(ValueError):
@@ -102,6 +103,18 @@ class DeploymentConfig(Section):
     decode: DecodeSection = DecodeSection()
     transfer: TransferSection = TransferSection()
     router: RouterSection = RouterSection()
+
+    @model_validator(mode="after")
+    def channel_reaches_device(self):
+        if self.device == "cuda" and self.topology.channel in CPU_CHANNELS:
+            raise ValueError(f"channel {self.topology.channel!r} moves blocks of CPU pools; set device: cpu")
+        return self
+
+    def choose_device(self, has_cuda: bool) -> Literal["cpu", "cuda"]:
+        """Where the model runs. `auto` is the GPU when there is one and the channel reaches it."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if has_cuda and self.topology.channel not in CPU_CHANNELS else "cpu"
 
     @property
     def num_workers(self) -> int:

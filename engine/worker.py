@@ -87,9 +87,7 @@ def load_runner(arguments: WorkerArguments) -> ModelRunner:
     """The model on its device, without a pool."""
     config = arguments.config
     torch.set_num_threads(config.worker_threads)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = config.choose_device(torch.cuda.is_available())
     log.info("loading %s on %s (%d CPU threads)", arguments.model_dir, device, config.worker_threads)
     start = time.monotonic()
     runner = ModelRunner.load(

@@ -1,5 +1,6 @@
 """BlockReceiver: takes KV blocks that one prefill worker pushes over ZeroMQ and writes them where they are expected."""
 
+import atexit
 import logging
 import threading
 import time
@@ -79,6 +80,7 @@ class BlockReceiver:
         self.address = self._pull.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self._wake = WakeFd()
         self._thread = threading.Thread(target=self._run, name=f"kv-receive-{self.address}", daemon=True)
+        atexit.register(self.close)  # as in BlockSender
         self._thread.start()
 
     def expect(self, key: TransferKey, block_table: Sequence[int]) -> None:
@@ -148,6 +150,7 @@ class BlockReceiver:
         finally:
             self._context.destroy(linger=0)
             self._wake.close()
+            atexit.unregister(self.close)
             with self._lock:
                 self._ended = True
             self._call_drained()

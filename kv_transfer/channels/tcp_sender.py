@@ -1,5 +1,6 @@
 """BlockSender: pushes KV blocks of one pool to one decode worker over ZeroMQ, without copying them."""
 
+import atexit
 import logging
 import threading
 import time
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import zmq
+from zmq.utils.garbage import gc as zmq_garbage
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.kv_pool import KVPool
@@ -60,6 +62,10 @@ class BlockSender:
         self._stop = threading.Event()
         self._wake = WakeFd()
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{address}", daemon=True)
+        # A thread in ZeroMQ's code must not meet the interpreter's end; the collector of uncopied frames, which this has
+        # to come before, is loaded and registered above.
+        assert zmq_garbage is not None
+        atexit.register(self.close)
         self._thread.start()
 
     def add(self, key: TransferKey, first: int, block_ids: Sequence[int]) -> int:
@@ -127,6 +133,7 @@ class BlockSender:
                 self._waiting.clear()
                 self._outgoing.clear()
             self._wake.close()
+            atexit.unregister(self.close)
         if reason is not None and not self._stop.wait(_CONTROL_GRACE_S):
             self._on_lost(reason)
 
