@@ -154,6 +154,7 @@ class DecodeEngine:
             return
         del self.prefilling[entry.key]
         entry.end = None
+        self.counters["local_prefills_total" if end is self.local else "remote_prefills_total"] += 1
         if handoff.block_table:
             entry.block_table = handoff.block_table
         if end is not self.local:
@@ -272,10 +273,6 @@ class DecodeEngine:
         self.waiting.remove(entry)
         self.prefilling[entry.key] = entry
         entry.end = end
-        if end is self.local:
-            self.counters["local_prefills_total"] += 1
-        elif message.block_table or self.own is not None:
-            self.counters["remote_prefills_total"] += 1
         end.send(message)
 
     def _prefill_rest(self, entry: Entry, handoff: Handoff) -> None:
@@ -283,7 +280,6 @@ class DecodeEngine:
         assert self.local is not None
         entry.block_table = handoff.block_table
         entry.end = self.local
-        self.counters["local_prefills_total"] += 1
         self.local.send(
             PrefillRequest(
                 self._leg_request(entry), block_table=entry.block_table, num_cached_tokens=handoff.num_computed

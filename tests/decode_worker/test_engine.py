@@ -147,3 +147,16 @@ def test_an_abort_in_any_phase_leaves_the_pools_whole(cluster):
             cluster.step()
         cluster.abort(name)
     cluster.run()
+
+
+def test_prefills_are_counted_where_they_happened(cluster):
+    serve(cluster, max_tokens=2)
+    cluster.submit(make_request("short", PROMPT[:5], max_tokens=2))
+    cluster.run()
+    counters = cluster.decode[0].engine.counters
+    topology = cluster.config.topology
+    limit = topology.local_prefill_max_tokens
+    expected = {"unlimited": (2, 0), 0: (0, 2), 9: (1, 1)}[limit]
+    assert (counters["local_prefills_total"], counters["remote_prefills_total"]) == expected
+    assert cluster.deltas["r"][0].prefill.where == ("local" if limit == "unlimited" else "remote")
+    assert cluster.deltas["short"][0].prefill.where == ("remote" if limit == 0 else "local")
