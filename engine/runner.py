@@ -128,9 +128,8 @@ class ModelRunner:
         device = torch.device(self.device)
         plan = AttentionPlan(
             [Chunk(chunk.start, len(chunk.token_ids), chunk.block_table) for chunk in chunks],
-            block_size,
+            self.layout,
             self._windows,
-            self.layout.dtype,
             device,
         )
         return Batch(

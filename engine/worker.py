@@ -223,13 +223,15 @@ class Worker(ABC):
             self.router.send(message)
 
 
-def run_worker(make_worker: Callable[[WorkerArguments], Worker], role: str, default_name: str, *known: type) -> None:
-    """Entry point of both worker processes. Problems with the configuration, the model or an address, and `known` ones,
-    end the process with one line and exit code 1."""
+def run_worker(
+    make_worker: Callable[[WorkerArguments], Worker], role: str, default_name: str, channel_error: type[Exception]
+) -> None:
+    """Entry point of both worker processes. Problems with the configuration, the model, an address or a channel end the
+    process with one line and exit code 1."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     arguments = parse_arguments(role, default_name)
     try:
         worker = make_worker(arguments)
-    except (ConfigError, ModelError, WireError, *known) as error:
+    except (ConfigError, ModelError, WireError, channel_error) as error:
         sys.exit(f"{arguments.name}: {error}")
     worker.run()

@@ -74,10 +74,12 @@ class Announcer:
     def worker_up(self, worker: Worker) -> None:
         self._supervisor.registered(worker.name)
         register, model = worker.register, worker.register.model
+        pool = f"{register.num_blocks} KV blocks of {model.block_size} tokens"
+        if not register.num_blocks:
+            pool = "no KV pool of its own"
         self._log(
-            f"{worker.role} worker {worker.name} is up: process {register.pid}, {register.device}, {model.dtype}, "
-            f"{register.num_blocks} KV blocks of {model.block_size} tokens, requests of up to {model.max_model_len} "
-            f"tokens, {register.max_running} at once"
+            f"{worker.role} worker {worker.name} is up: process {register.pid}, {register.device}, {model.dtype}, {pool}, "
+            f"requests of up to {model.max_model_len} tokens, {register.max_running} at once"
         )
         if worker.name in self._missing:
             self._missing.discard(worker.name)

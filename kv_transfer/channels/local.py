@@ -10,7 +10,7 @@ PEER = "local"
 CLOSED = "the local channel is closed"
 
 
-def local_pair(pool: KVPool, wake_prefill: Wake, wake_decode: Wake) -> tuple[PrefillEnd, DecodeEnd]:
+def local_pair(pool: KVPool | None, wake_prefill: Wake, wake_decode: Wake) -> tuple[PrefillEnd, DecodeEnd]:
     """The two ends of a channel inside this process, joined at once: no Hello and no Welcome pass. A message must not
     be changed after it was sent. Closing either end closes both."""
     to_prefill: Inbox[ToPrefill] = Inbox(wake_prefill)
@@ -36,7 +36,7 @@ class LocalPrefillEnd(SharedPoolPrefillEnd):
 
 
 class LocalDecodeEnd(SharedPoolDecodeEnd):
-    def __init__(self, pool: KVPool, to_prefill: Inbox[ToPrefill], to_decode: Inbox[ToDecode]):
+    def __init__(self, pool: KVPool | None, to_prefill: Inbox[ToPrefill], to_decode: Inbox[ToDecode]):
         self.pool = pool
         self._to_prefill = to_prefill
         self._to_decode = to_decode

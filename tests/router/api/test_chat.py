@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.request import PrefillReport
+from engine.request import PrefillReport, Request
 from tests.router.api.conftest import error_of
 from tests.router.api.fake_dispatcher import deltas, model_info
 
@@ -95,7 +95,11 @@ def test_logprobs_have_one_entry_a_token(make_api, top) -> None:
 
 
 def test_n_counts_the_prompt_and_its_cached_tokens_once(make_api) -> None:
-    api = make_api(lambda request: deltas(request, [9, 9], prefill=PrefillReport(num_cached_tokens=4)))
+    def script(request: Request):
+        cached = 4 if request.request_id.endswith("-0") else 9  # later choices find what the first one left
+        return deltas(request, [9, 9], prefill=PrefillReport(num_cached_tokens=cached))
+
+    api = make_api(script)
     answer = api.chat(n=3).json()
     usage = answer["usage"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]

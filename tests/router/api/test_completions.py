@@ -5,8 +5,10 @@ import math
 import pytest
 
 from engine.request import PrefillReport, Request, TokenLogprobs
-from tests.router.api.conftest import error_of, events
+from router.tokenizer import Tokenizer
+from tests.router.api.conftest import Api, error_of, events
 from tests.router.api.fake_dispatcher import deltas, model_info
+from tests.router.api.piece_tokenizer import piece_tokenizer
 
 
 def test_a_text_prompt_is_answered_in_openai_shape(make_api) -> None:
@@ -221,6 +223,15 @@ def test_max_tokens_0_with_echo_scores_the_prompt_and_shows_no_token(make_api) -
     assert api.complete("ab", echo=True, logprobs=1, max_tokens=0).json()["usage"]["completion_tokens"] == 0
 
 
+def test_a_completion_goes_on_with_the_prompts_text_and_a_chat_begins_a_new_one(tmp_path) -> None:
+    inner = piece_tokenizer()
+    inner.chat_template = "{{ messages[0].content }}"
+    word = inner.convert_tokens_to_ids("▁ab")
+    api = Api(Tokenizer(inner, tmp_path), lambda request: deltas(request, [word, word]))
+    assert api.complete("ab", echo=True).json()["choices"][0]["text"] == "ab ab ab"
+    assert api.chat("ab").json()["choices"][0]["message"]["content"] == "ab ab"
+
+
 def test_token_ids_come_back_on_request(make_api) -> None:
     api = make_api("hello")
     choice = api.complete([5, 6], return_token_ids=True).json()["choices"][0]
@@ -275,6 +286,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_counts_before_dispatch
     error = error_of(api.complete(list(range(4, 20)), max_tokens=1), 400)
     assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
     assert "16" in error["message"]
+    assert error_of(api.complete([5] * 16), 400)["code"] == "context_length_exceeded"
     error = error_of(api.complete([5] * 10, max_tokens=7), 400)
     assert all(number in error["message"] for number in ("10", "7", "17", "16"))
     assert api.dispatcher.requests == []

@@ -127,8 +127,6 @@ def test_a_failure_after_the_first_token_is_an_error_event_and_the_end(make_api,
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_is_never_a_success(make_api, stream) -> None:
-    """A stream that stops without a finish reason must not look like an answer cut at its length."""
-
     def script(request: Request):
         *steps, last = deltas(request, [9, 9])
         return [*steps, GenerationError("worker_lost", "gone")]
@@ -138,6 +136,32 @@ def test_an_abort_is_never_a_success(make_api, stream) -> None:
         assert "error" in events(response)[-1]
     else:
         error_of(response, 503)
+
+
+class CutShort:
+    """A token stream that stops without a finish reason."""
+
+    def __init__(self, request: Request):
+        self._steps = iter(deltas(request, [9, 9], finish_reason=None))
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        for delta in self._steps:
+            return delta
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_stream_without_a_finish_reason_is_an_error_not_an_answer(make_api, monkeypatch) -> None:
+    api = make_api()
+    monkeypatch.setattr(api.dispatcher, "submit", lambda requests: [CutShort(request) for request in requests])
+    for n in (1, 2):
+        error_of(api.chat(n=n), 500)
+        assert events(api.chat(n=n, stream=True))[-1]["error"]["code"] == "internal"
 
 
 def test_an_unexpected_error_in_a_stream_is_an_error_event(make_api) -> None:
