@@ -131,7 +131,7 @@ class FleetCollector:
         assigned = gauge("requests_assigned", "Requests the router has on the worker")
         blocks = gauge("kv_blocks", "KV blocks of the worker's pool by state", (*labels, "state"))
         capacity = gauge("kv_blocks_capacity", "KV blocks of the worker's pool")
-        counters = CounterMetricFamily(PREFIX + "worker_events", "The worker's own counters", labels=(*labels, "event"))
+        counters: dict[str, Any] = {}
         for worker in fleet.workers:
             key = (worker.name, worker.role)
             running.add_metric(key, worker.running)
@@ -140,9 +140,12 @@ class FleetCollector:
             capacity.add_metric(key, worker.pool.total)
             for state in POOL_STATES:
                 blocks.add_metric((*key, state), getattr(worker.pool, state))
-            for event, value in worker.counters.items():
-                counters.add_metric((*key, event), value)
-        yield from (running, waiting, assigned, blocks, capacity, counters)
+            for name, value in worker.counters.items():
+                if name not in counters:
+                    full_name = f"{PREFIX}worker_{name.removesuffix('_total')}"
+                    counters[name] = CounterMetricFamily(full_name, f"The worker's own {name}", labels=labels)
+                counters[name].add_metric(key, value)
+        yield from (running, waiting, assigned, blocks, capacity, *counters.values())
 
         for name, text, value in (
             ("in_flight_requests", "Accepted requests that have not ended", fleet.requests_in_flight),

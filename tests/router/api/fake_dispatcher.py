@@ -96,5 +96,7 @@ class FakeDispatcher:
         return 7
 
     def snapshot(self) -> FleetSnapshot:
-        worker = WorkerSnapshot("d0", "decode", 2, 1, PoolCounts(10, 4, 3, 1, 2), {"steps": 5.0}, assigned=3)
+        worker = WorkerSnapshot(
+            "d0", "decode", 2, 1, PoolCounts(10, 4, 3, 1, 2), {"decode_steps_total": 5.0}, assigned=3
+        )
         return FleetSnapshot([worker], requests_in_flight=3, requests_waiting=0, in_flight_limit=40, retries_total=6)

@@ -137,6 +137,7 @@ def test_metrics_count_tokens_prefills_and_how_requests_ended(make_api) -> None:
     assert values["http_requests_total{path=/v1/completions,status=200}"] == 2
     assert values["http_requests_total{path=/v1/completions,status=400}"] == 1
     assert values["http_requests_total{path=/v1/completions,status=500}"] == 1
+    assert values["worker_decode_steps_total{role=decode,worker=d0}"] == 5
     assert values["retries_total{}"] == 6 and values["requests_running{role=decode,worker=d0}"] == 2
 
 
