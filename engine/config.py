@@ -83,7 +83,10 @@ class RouterSection(Section):
     health_timeout_s: float = Field(5.0, gt=0, description="/health fails when an engine loop takes longer to answer")
     drain_timeout_s: float = Field(30.0, ge=0, description="on SIGTERM, how long running requests may take to end")
     max_retries: int = Field(3, ge=0, description="how often a request lost with a worker is submitted again")
-    served_model_name: str | None = Field(None, description="model id in the API; default: the directory's name")
+    served_model_name: str | None = Field(
+        None,
+        description="model id in the API, and the only name requests may give; default: the directory's name, any name is taken",
+    )
     strip_system_lines: list[re.Pattern[str]] = Field(
         [], description="a line of a system message that one of these matches wholly is left out of the prompt"
     )

@@ -78,8 +78,8 @@ class Announcer:
         if not register.num_blocks:
             pool = "no KV pool of its own"
         self._log(
-            f"{worker.role} worker {worker.name} is up: process {register.pid}, {register.device}, {model.dtype}, {pool}, "
-            f"requests of up to {model.max_model_len} tokens, {register.max_running} at once"
+            f"{worker.role} worker {worker.name} is up: process {register.pid}, {register.device}, {model.dtype}, "
+            f"{pool}, requests of up to {model.max_model_len} tokens, {register.max_running} at once"
         )
         if worker.name in self._missing:
             self._missing.discard(worker.name)

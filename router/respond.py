@@ -54,6 +54,7 @@ async def respond(
     service: Service, request: Request, choices: list[Choice], form: ResponseForm, *, stream: bool, include_usage: bool
 ) -> Response:
     """Dispatch the choices and answer. A client that leaves, at any time, ends them at once."""
+    service.check_num_sequences(len(choices))
     streams = service.dispatcher.submit([choice.request for choice in choices])
     generation = Generation(choices, streams, service.metrics)
     try:

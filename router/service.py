@@ -44,9 +44,19 @@ class Service:
         return self.dispatcher.model
 
     def check_model_name(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
+        """There is one model, so any name means it, unless the configuration names it."""
+        if name is not None and self.config.router.served_model_name not in (None, name):
             raise ApiError(
                 404, f"no such model; this server has '{self.model_name}'", param="model", code="model_not_found"
+            )
+
+    def check_num_sequences(self, num_sequences: int) -> None:
+        """More than the queue ever holds would be a 429 for ever."""
+        config = self.config
+        most = config.router.max_waiting + config.topology.decode_workers * config.decode.max_running
+        if num_sequences > most:
+            raise bad_request(
+                f"prompts x n = {num_sequences} sequences in one request; this server holds at most {most}", param="n"
             )
 
 

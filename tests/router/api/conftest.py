@@ -33,7 +33,7 @@ class Api:
     def __init__(self, tokenizer: Tokenizer, script: Script, **router: Any):
         self.tokenizer = tokenizer
         self.dispatcher = FakeDispatcher(script)
-        config = DeploymentConfig(router=RouterSection(served_model_name="tiny", **router))
+        config = DeploymentConfig(router=RouterSection(**{"served_model_name": "tiny", **router}))
         self.app = create_app(self.dispatcher, tokenizer, config)  # type: ignore[arg-type]
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:

@@ -199,6 +199,18 @@ def test_unknown_paths_methods_and_models_have_envelopes(make_api) -> None:
     error_of(api.get("/v1/models/other"), 404)
 
 
+def test_any_model_name_is_taken_when_the_configuration_gives_none(make_api) -> None:
+    api = make_api(served_model_name=None)
+    assert api.complete(model="whatever").status_code == 200
+
+
+def test_more_sequences_than_the_queue_ever_holds_are_a_400_and_not_a_429_for_ever(make_api) -> None:
+    api = make_api(max_waiting=3)
+    assert api.complete(prompt=["a"] * 35).status_code == 200
+    error = error_of(api.complete(prompt=["a"] * 36), 400)
+    assert error["param"] == "n" and "36" in error["message"] and "35" in error["message"]
+
+
 REFUSALS = [
     (Overloaded("300 in flight", 2.2), 429, "3"),
     (Draining("shutting down", 30), 503, "30"),
