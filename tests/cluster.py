@@ -35,10 +35,11 @@ def make_config(
     max_model_len: int = 128,
     prefix_cache: bool = True,
     lease_s: float = 30.0,
+    device: str = "cpu",
 ) -> DeploymentConfig:
     return DeploymentConfig.model_validate(
         {
-            "device": "cpu",
+            "device": device,
             "threads": 1,
             "model": {"dtype": "float32", "max_model_len": max_model_len},
             "kv": {"block_size": block_size, "pool_tokens": pool_tokens, "prefix_cache": prefix_cache},

@@ -62,8 +62,8 @@ class BlockSender:
         self._stop = threading.Event()
         self._wake = WakeFd()
         self._thread = threading.Thread(target=self._run, name=f"kv-send-{address}", daemon=True)
-        # A thread in ZeroMQ's code must not meet the interpreter's end; the collector of uncopied frames, which this has
-        # to come before, is loaded and registered above.
+        # A thread in ZeroMQ's code must not meet the interpreter's end. pyzmq's collector of uncopied frames is loaded
+        # above, so it was registered before this and ends after it.
         assert zmq_garbage is not None
         atexit.register(self.close)
         self._thread.start()
@@ -120,8 +120,9 @@ class BlockSender:
     def _run(self) -> None:
         reason = None
         context = zmq.Context()
+        push = context.socket(zmq.PUSH)
         try:
-            reason = self._send_until_lost(context)
+            reason = self._send_until_lost(push)
         except Exception as error:
             log.exception("sending blocks to %s failed", self._address)
             reason = f"sending blocks failed: {error}"
@@ -137,9 +138,9 @@ class BlockSender:
         if reason is not None and not self._stop.wait(_CONTROL_GRACE_S):
             self._on_lost(reason)
 
-    def _send_until_lost(self, context: zmq.Context) -> str | None:
-        """Returns None when stopped, else why the connection is of no use."""
-        push = context.socket(zmq.PUSH)
+    def _send_until_lost(self, push: zmq.Socket) -> str | None:
+        """Returns None when stopped, else why the connection is of no use. The socket stays open: left to be collected
+        it would insist on delivering its blocks."""
         push.ipv6 = self._address.startswith("[")
         push.sndhwm = QUEUE_BLOCKS
         push.immediate = True

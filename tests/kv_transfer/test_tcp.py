@@ -295,6 +295,21 @@ def test_sending_to_a_peer_that_takes_nothing_returns_at_once_and_can_be_abandon
     assert joined.barrier(7) == []
 
 
+def test_closing_does_not_wait_for_a_peer_that_takes_nothing(joined):
+    go_on = hold_up(joined.decode._receiver)
+    try:
+        for _ in range(10):
+            joined.prefill.send_blocks(KEY, 0, list(range(64)))
+        wait_true(lambda: joined.prefill._sender._outgoing[KEY].trackers)  # ZeroMQ has taken some
+        close = threading.Thread(target=joined.prefill.close)
+        close.start()
+        close.join(10)
+        assert not close.is_alive()
+        assert not joined.prefill.is_moving(KEY)
+    finally:
+        go_on.set()
+
+
 class Proxy:
     """Forwards one TCP connection to `address`, and cuts it after `num_bytes`."""
 
