@@ -115,7 +115,7 @@ class ModelRunner:
         block_size = self.layout.block_size
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        blocks: list[int] = []
         for chunk in chunks:
             end = chunk.start + len(chunk.token_ids)
             assert chunk.token_ids, "a chunk needs at least one token"
@@ -123,9 +123,9 @@ class ModelRunner:
             assert end <= len(chunk.block_table) * block_size, f"block table is too short for {end} tokens"
             token_ids += chunk.token_ids
             positions += range(chunk.start, end)
-            for position in range(chunk.start, end):
-                slots.append(chunk.block_table[position // block_size] * block_size + position % block_size)
+            blocks += [chunk.block_table[position // block_size] for position in range(chunk.start, end)]
         device = torch.device(self.device)
+        at = torch.tensor(positions, device=device)
         plan = AttentionPlan(
             [Chunk(chunk.start, len(chunk.token_ids), chunk.block_table) for chunk in chunks],
             self.layout,
@@ -134,8 +134,9 @@ class ModelRunner:
         )
         return Batch(
             token_ids=torch.tensor(token_ids, device=device),
-            cos_sin=self._rope[torch.tensor(positions, device=device)],
-            slots=torch.tensor(slots, device=device),
+            cos_sin=self._rope[at],
+            blocks=torch.tensor(blocks, device=device),
+            offsets=at % block_size,
             attention=plan,
         )
 

@@ -9,20 +9,15 @@ from typing import Literal, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.kernels.linear import Linear, can_pack, pack
 from engine.models.config import ModelConfig, ModelError
 
 WeightsOrigin = Literal["files", "random"]
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 RANDOM_SEED = 0
-
-
-@dataclass
-class Linear:
-    """y = x @ weight.T + bias; weight `[out_features, in_features]`."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
+MOST_PACKED_BYTES = 2 << 30
+"""Weights up to this size are kept a second time, packed for small batches; larger ones are not worth the memory."""
 
 
 @dataclass
@@ -41,12 +36,17 @@ class LayerWeights:
 
 @dataclass
 class ModelWeights:
-    """embedding and head `[vocab_size, hidden_size]` (one tensor when tied), final_norm `[hidden_size]`."""
+    """embedding `[vocab_size, hidden_size]`, also the head's weight when tied; final_norm `[hidden_size]`."""
 
     embedding: torch.Tensor
     layers: list[LayerWeights]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: Linear
+
+    def linears(self) -> Iterator[Linear]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
+        yield self.head
 
 
 class Source(Protocol):
@@ -60,7 +60,11 @@ def load_weights(
 ) -> ModelWeights:
     """Read (or draw) every tensor of the model straight into place on `device`. Raises ModelError."""
     source: Source = Checkpoint(Path(model_dir)) if origin == "files" else RandomWeights(device)
-    return _Builder(config, source, dtype, device).build()
+    weights = _Builder(config, source, dtype, device).build()
+    if sum(linear.weight.nbytes for linear in weights.linears()) <= MOST_PACKED_BYTES:
+        for linear in filter(lambda linear: can_pack(linear.weight), weights.linears()):
+            pack(linear)
+    return weights
 
 
 def weight_files(model_dir: str | Path) -> list[Path]:
@@ -82,9 +86,9 @@ class _Builder:
             embedding=embedding,
             layers=[self.layer(f"model.layers.{index}") for index in range(config.num_layers)],
             final_norm=self.tensor("model.norm.weight", config.hidden_size),
-            head=embedding
+            head=Linear(embedding)
             if config.tie_word_embeddings
-            else self.tensor("lm_head.weight", config.vocab_size, config.hidden_size),
+            else self.linear({"lm_head": config.vocab_size}, config.hidden_size, False),
         )
 
     def layer(self, prefix: str) -> LayerWeights:

@@ -3,16 +3,11 @@
 import torch
 
 
-def kv_write(pool: torch.Tensor, layer: int, key_value: torch.Tensor, slots: torch.Tensor) -> None:
+def kv_write(pool: torch.Tensor, layer: int, key_value: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
     """Write the keys and values of T tokens to one layer of the pool.
 
-    pool       `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous, written in place
-    key_value  `[T, 2, num_kv_heads, head_dim]`
-    slots      int64 `[T]`: block id * block_size + offset in the block; all different
+    pool             `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, written in place
+    key_value        `[T, 2, num_kv_heads, head_dim]`
+    blocks, offsets  int64 `[T]`: each token's block and its place in it; no two tokens share a place
     """
-    _, num_layers, _, num_heads, block_size, head_dim = pool.shape
-    block, offset = slots // block_size, slots % block_size
-    heads = torch.arange(2 * num_heads, device=slots.device)
-    row_of_head = ((block * num_layers + layer) * 2 * num_heads)[:, None] + heads
-    rows = row_of_head * block_size + offset[:, None]
-    pool.view(-1, head_dim).index_copy_(0, rows.view(-1), key_value.reshape(-1, head_dim))
+    pool[:, layer].flatten(1, 2)[blocks, :, offsets] = key_value.flatten(1, 2)

@@ -1,14 +1,9 @@
 """Root-mean-square normalization (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
-
-    x `[..., D]`, weight `[D]`, the same dtype; the mean is taken in float32, and the result is rounded to x's dtype before it is
-    multiplied by the weight, as the reference models do.
-    """
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x `[..., D]`, weight `[D]`, the same dtype."""
+    return F.rms_norm(x, weight.shape, weight, eps)

@@ -4,10 +4,10 @@ import torch
 
 
 def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each head's pairs (i, i + D/2) by its row's angles.
+    """Rotate each head's pairs (i, i + D/2) by its row's angles a: (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a).
 
-    x `[T, H, D]`; cos_sin float32 `[T, 2, D/2]`, already scaled. Returns a new tensor like x.
+    x `[T, H, D]`; cos_sin float32 `[T, 2, D]`: the row's cosines twice over, then its negated sines and its sines.
+    Returns a new tensor like x.
     """
     cos, sin = cos_sin.to(x.dtype)[:, :, None].unbind(1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin

@@ -7,4 +7,4 @@ import torch.nn.functional as F
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where gate_up `[T, 2 * I]` holds gate in its first half. Returns `[T, I]`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)

@@ -12,13 +12,14 @@ from engine.models.config import RopeConfig
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of every position, float32 `[num_positions, 2, head_dim // 2]`.
+    """Cosines and sines of every position as apply_rope takes them, float32 `[num_positions, 2, head_dim]`.
 
     A table, and not a computation at each step, so that a position's values are the same bits wherever it stands in a batch.
     """
     frequencies, scale = rope_frequencies(rope, head_dim)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
-    return (torch.stack([angles.cos(), angles.sin()], dim=1) * scale).to(device)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)], dim=1).to(device)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
