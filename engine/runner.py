@@ -1,4 +1,4 @@
-"""ModelRunner: runs a mixed batch of prompt chunks and single tokens through the model and returns the logits asked for."""
+"""ModelRunner: runs a batch of prompt chunks and single tokens through the model, returns the logits asked for."""
 
 import hashlib
 from dataclasses import dataclass
@@ -75,9 +75,8 @@ class ModelRunner:
         """
         config = ModelConfig.from_dir(model_dir)
         if max_model_len is not None and max_model_len > config.max_position_embeddings:
-            raise ModelError(
-                f"max_model_len {max_model_len} exceeds the model's max_position_embeddings {config.max_position_embeddings}"
-            )
+            limit = config.max_position_embeddings
+            raise ModelError(f"max_model_len {max_model_len} exceeds the model's max_position_embeddings, {limit}")
         torch_dtype = resolve_dtype(dtype, config, device)
         loaded = load_weights(config, model_dir, weights, torch_dtype, torch.device(device))
         layout = KVLayout(config.num_layers, config.num_kv_heads, block_size, config.head_dim, torch_dtype)
@@ -105,6 +104,7 @@ class ModelRunner:
         Returns logits float32 `[n_rows, vocab_size]`, rows in chunk order: one for "last", len(token_ids) for "all".
         """
         assert self.pool is not None, "the worker assigns ModelRunner.pool before the first run"
+        assert self.pool.layout == self.layout, f"the pool holds {self.pool.layout.describe()}"
         hidden = self.model.forward(self._batch(chunks), self.pool.tensor)
         rows = wanted_rows(chunks)
         if len(rows) < len(hidden):
@@ -125,7 +125,7 @@ class ModelRunner:
             positions += range(chunk.start, end)
             blocks += [chunk.block_table[position // block_size] for position in range(chunk.start, end)]
         device = torch.device(self.device)
-        at = torch.tensor(positions, device=device)
+        at = torch.tensor(positions, dtype=torch.int64, device=device)
         plan = AttentionPlan(
             [Chunk(chunk.start, len(chunk.token_ids), chunk.block_table) for chunk in chunks],
             self.layout,
@@ -133,9 +133,9 @@ class ModelRunner:
             device,
         )
         return Batch(
-            token_ids=torch.tensor(token_ids, device=device),
+            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
             cos_sin=self._rope[at],
-            blocks=torch.tensor(blocks, device=device),
+            blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
             offsets=at % block_size,
             attention=plan,
         )

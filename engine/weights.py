@@ -154,8 +154,8 @@ class Checkpoint:
 
 
 class RandomWeights:
-    """Seeded weights for speed work, drawn on the device itself: norms of one, biases of zero, normal projections that keep
-    activations near unit size."""
+    """Seeded weights for speed work, drawn on the device itself: norms of one, biases of zero, normal projections that
+    keep activations near unit size."""
 
     def __init__(self, device: torch.device):
         self.generator = torch.Generator(device).manual_seed(RANDOM_SEED)

@@ -174,6 +174,10 @@ class PrefillEngine:
             self.waiting.popleft()
             self.running.append(task)
             task.started_at = time.monotonic()
+            if self._left_to_decode(task):  # which counts and reports it
+                self.running.remove(task)
+                self._hand_over(task, None)
+                continue
             self.counters["prefills_total"] += 1
             self.counters["prefill_cached_tokens_total"] += task.num_computed
             task.report = PrefillReport(
@@ -183,11 +187,7 @@ class PrefillEngine:
                 num_blocks_held=task.message.num_held_blocks,
                 queue_ms=(task.started_at - task.queued_at) * 1000,
             )
-            if self._left_to_decode(task):
-                self.running.remove(task)
-                self._hand_over(task, None)
-            else:
-                self._send_computed(task)
+            self._send_computed(task)
 
     def _take_blocks(self, task: Task) -> bool:
         """Give the task its block table, FREE/CACHED -> FILLING. False: blocks are short now, try again later."""

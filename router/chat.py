@@ -62,6 +62,7 @@ async def read_chat(service: Service, body: ChatBody) -> Prompt:
         continue_final_message=continues,
         variables=variables,
         add_special_tokens=bool(body.add_special_tokens),
+        must_fit=True,
     )
 
 
@@ -74,8 +75,10 @@ async def render_prompt(
     continue_final_message: bool = False,
     variables: dict[str, Any] | None = None,
     add_special_tokens: bool = False,
+    must_fit: bool = False,
 ) -> Prompt:
-    """A chat as the model reads it, rendered and tokenized off the event loop. Raises ApiError (400)."""
+    """A chat as the model reads it, rendered and tokenized off the event loop. Raises ApiError (400), with must_fit
+    also for a text that cannot fit the context."""
     tokenizer = service.tokenizer
     if not tokenizer.has_chat_template:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
@@ -85,6 +88,8 @@ async def render_prompt(
         text = tokenizer.render_chat(
             plain, tools or None, add_generation_prompt, continue_final_message, variables or {}
         )
+        if must_fit:
+            service.check_text(text, "messages")
         return Prompt(tokenizer.encode(text, add_special_tokens), text)
 
     try:

@@ -18,7 +18,6 @@ from router.logprobs import CompletionLogprobs
 from router.respond import ResponseForm, respond
 from router.schemas import CompletionBody
 from router.service import Prompt, Service, make_choices, new_response_id, now
-from router.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -27,7 +26,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     arrival = now()
     body = await read_body(request, CompletionBody)
     service.check_model_name(body.model)
-    prompts = await read_prompts(service.tokenizer, body)
+    prompts = await read_prompts(service, body)
     response_id = new_response_id("cmpl")
     scores_prompt = body.echo and body.logprobs is not None
     choices = make_choices(
@@ -43,17 +42,20 @@ async def create_completion(service: Service, request: Request) -> Response:
         prompt_logprobs=body.logprobs if scores_prompt else None,
         continues=True,
     )
+    vocabulary, skip_special = service.tokenizer.vocabulary, body.skip_special_tokens is not False
+    echoes = [echo(prompt, vocabulary, skip_special) for prompt in prompts] if body.echo else []
     for choice in choices:
         choice.shows_token_ids = bool(body.return_token_ids)
         if body.echo:
-            echo_prompt(choice, prompts[choice.prompt_index], service.tokenizer.vocabulary, body)
-    form = CompletionForm(response_id, int(arrival), service.model_name, service.tokenizer.vocabulary)
+            choice.prompt_text, choice.prompt_offsets = echoes[choice.prompt_index]
+            choice.num_chars = len(choice.prompt_text)
+    form = CompletionForm(response_id, int(arrival), service.model_name, vocabulary)
     return await respond(service, request, choices, form, stream=bool(body.stream), include_usage=body.include_usage)
 
 
-async def read_prompts(tokenizer: Tokenizer, body: CompletionBody) -> list[Prompt]:
-    """The body's prompts, texts tokenized off the event loop."""
-    prompt = body.prompt
+async def read_prompts(service: Service, body: CompletionBody) -> list[Prompt]:
+    """The body's prompts, texts tokenized off the event loop. Raises ApiError (400) for a text that cannot fit."""
+    prompt, tokenizer = body.prompt, service.tokenizer
     texts = [prompt] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, str)]
     if not texts:
         lists = prompt if isinstance(prompt[0], list) else [prompt]
@@ -61,23 +63,23 @@ async def read_prompts(tokenizer: Tokenizer, body: CompletionBody) -> list[Promp
     add_special = body.add_special_tokens is not False
 
     def encode() -> list[Prompt]:
+        for text in texts:
+            service.check_text(text, "prompt")
         return [Prompt(tokenizer.encode(text, add_special), text) for text in texts]
 
     return await tokenizer.run(encode)
 
 
-def echo_prompt(choice: Choice, prompt: Prompt, vocabulary: Vocabulary, body: CompletionBody) -> None:
-    """Make the prompt part of the choice's answer, as it came or, for token ids, as they read."""
-    detokenizer = vocabulary.detokenizer(body.skip_special_tokens is not False)
+def echo(prompt: Prompt, vocabulary: Vocabulary, skip_special: bool) -> tuple[str, list[int]]:
+    """The prompt's text, as it came or, for token ids, as they read; and the characters before each of its tokens."""
+    detokenizer = vocabulary.detokenizer(skip_special)
     offsets, num_chars, parts = [], 0, []
     for token_id in prompt.token_ids:
         offsets.append(num_chars)
         parts.append(detokenizer.push([token_id]))
         num_chars += len(parts[-1])
     parts.append(detokenizer.finish())
-    choice.prompt_text = "".join(parts) if prompt.text is None else prompt.text
-    choice.prompt_offsets = offsets
-    choice.num_chars = len(choice.prompt_text)
+    return "".join(parts) if prompt.text is None else prompt.text, offsets
 
 
 class CompletionForm(ResponseForm):

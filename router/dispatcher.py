@@ -356,6 +356,8 @@ class Dispatcher:
         for timer in (flight.deadline_timer, flight.retry_timer):
             if timer is not None:
                 timer.cancel()
+        if flight in self._waiting:  # while no worker has room nobody else would take it out
+            self._waiting.remove(flight)
         self._unassign(flight, abort)
         del self._flights[flight.request_id]
         if not self._flights:

@@ -1,8 +1,9 @@
 """Chat messages as clients send them, to the form chat templates understand."""
 
-import json
 import re
 from typing import Any
+
+from pydantic_core import from_json
 
 from router.http_errors import bad_request
 from router.schemas import ChatMessage, ContentPart
@@ -55,7 +56,7 @@ def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = from_json(function["arguments"])  # as strict as for the body: no lone surrogates, bounded depth
     except ValueError:  # a model wrote it, and clients send it back as it was
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

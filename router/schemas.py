@@ -46,6 +46,16 @@ Stops = Annotated[
     STRING_OR_LIST,
 ]
 
+
+def _string_or_object(value: Any) -> str | None:
+    return "<string>" if isinstance(value, str) else "<object>" if isinstance(value, dict) else None
+
+
+ToolChoice = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[dict[str, Any], Tag("<object>")],
+    Discriminator(_string_or_object, custom_error_type="type", custom_error_message="must be a string or an object"),
+]
+
 # Field -> values that ask for nothing. Any other value would change the answer, and is refused rather than dropped.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -236,7 +246,7 @@ class ChatBody(GenerationBody):
     tools: list[dict[str, Any]] | None = Field(
         None, description="given to the chat template; calls come back as the text the model writes"
     )
-    tool_choice: str | dict[str, Any] | None = Field(None, description="'auto', or 'none' to hide the tools")
+    tool_choice: ToolChoice | None = Field(None, description="'auto', or 'none' to hide the tools")
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="given to the chat template, if it has a use for it")
     add_generation_prompt: bool | None = Field(None, description="default true, unless the final message is continued")

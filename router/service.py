@@ -50,6 +50,16 @@ class Service:
                 404, f"no such model; this server has '{self.model_name}'", param="model", code="model_not_found"
             )
 
+    def check_text(self, text: str, param: str) -> None:
+        """Raises ApiError (400) for a text that cannot fit the context however it is tokenized."""
+        fewest, limit = self.tokenizer.fewest_tokens(text), self.model.max_model_len
+        if fewest >= limit:
+            raise bad_request(
+                f"the prompt has at least {fewest} tokens, but the context holds {limit} with at least one of output",
+                param,
+                "context_length_exceeded",
+            )
+
     def check_num_sequences(self, num_sequences: int) -> None:
         """More than the queue ever holds would be a 429 for ever."""
         config = self.config
@@ -98,6 +108,7 @@ def make_choices(
     if len(prompts) * n > MAX_SEQUENCES:
         raise bad_request(f"at most {MAX_SEQUENCES} sequences a request (prompts times n)", "n")
     check_token_ids(body.stop_token_ids or [], model, "stop_token_ids")
+    stop_token_ids = list(dict.fromkeys(body.stop_token_ids or []))
     bias = logit_bias(body, model)
     choices: list[Choice] = []
     for prompt_index, prompt in enumerate(prompts):
@@ -125,7 +136,7 @@ def make_choices(
                 prompt_logprobs=prompt_logprobs,
                 ignore_eos=bool(body.ignore_eos),
                 eos_token_ids=list(model.eos_token_ids),
-                stop_token_ids=body.stop_token_ids or [],
+                stop_token_ids=stop_token_ids,
             )
             index = len(choices)
             request = Request(

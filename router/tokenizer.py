@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from router.detokenizer import Vocabulary
+from router.token_bound import most_bytes_a_token
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ class Tokenizer:
             # Limits in tokenizer.json are training's. Unset once, here: unsetting them is not thread-safe.
             self._backend.no_truncation()
             self._backend.no_padding()
+        self._bytes_a_token = most_bytes_a_token(self._backend) if self.vocabulary.is_byte_level else None
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "tokenizer")
 
     @staticmethod
@@ -46,7 +48,12 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self._backend is None:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the ways to encode, those for batches alone let other Python threads run meanwhile.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens, at once: 0 when nothing is known."""
+        return -(-len(text.encode()) // self._bytes_a_token) if self._bytes_a_token else 0
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(

@@ -1,4 +1,4 @@
-"""Fixtures for every test: one torch thread, no network, tiny models of each family, the embedded model when it is there."""
+"""Fixtures for every test: one torch thread, no network, tiny models of each family, the embedded model."""
 
 import os
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import engine.kernels  # noqa: F401  (it tells MKL how to compute, which must come before the first product)
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +21,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """tiny_model(family, **options) -> directory of a tiny random model; options as in make_tiny_model, made once each."""
+    """tiny_model(family, **options) -> directory of a tiny random model, options as in make_tiny_model. Made once."""
     made: dict[str, Path] = {}
 
     def get(family: str, **options) -> Path:

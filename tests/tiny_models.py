@@ -23,7 +23,8 @@ TRAINING_TEXT = [
     '{"name": "read_file", "arguments": {"path": "engine/request.py", "offset": 0}}',
     "You are a helpful assistant. Answer the question, then say how certain you are of the answer.",
     "Where did the time go? Prefill computes, decode waits for memory; both read the same blocks of the same pool.",
-    "import os\nimport sys\nfrom pathlib import Path\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n",
+    "import os\nimport sys\nfrom pathlib import Path\n\n"
+    "class Reader:\n    def __init__(self, path):\n        self.path = path\n",
     "Grüße aus Köln, naïve café, emoji 😀 and 日本語 keep the tokenizer honest about bytes.",
     "0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 64 128 256 512 1024 2048 4096",
     "system\nuser\nassistant\ntool\nThe tests passed, the lint failed, so the change was not merged until the morning.",
@@ -89,8 +90,8 @@ def make_tiny_model(
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Random weights whose logits are far from uniform and whose every part (norm weights, biases) matters.
 
-    Projections back to the residual stream are drawn larger than the embedding, so that what the next token is depends on
-    the whole context and not on the last token alone.
+    Projections back to the residual stream are drawn larger than the embedding, so that what the next token is depends
+    on the whole context and not on the last token alone.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -3,7 +3,9 @@
 import torch
 
 
-def kv_write(pool: torch.Tensor, layer: int, key_value: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+def kv_write(
+    pool: torch.Tensor, layer: int, key_value: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor
+) -> None:
     """Write the keys and values of T tokens to one layer of the pool.
 
     pool             `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, written in place

@@ -1,8 +1,8 @@
 """Matrix product with a weight: y = x @ weight.T + bias.
 
-With the few rows of a decode step MKL spends more time rearranging the weight than multiplying by it, so on CPU a weight may carry
-a copy that is already arranged for PACKED_ROWS rows; fewer rows are padded with zeros. Both ways give the same bits (the bias is
-added after the product for that reason).
+With the few rows of a decode step MKL spends more time rearranging the weight than multiplying by it, so on CPU a
+weight may carry a copy that is already arranged for PACKED_ROWS rows; fewer rows are padded with zeros. Both ways give
+the same bits (the bias is added after the product for that reason).
 """
 
 from dataclasses import dataclass

@@ -1,18 +1,18 @@
 """Attention of a batch of query chunks over their paged keys and values.
 
-Layout: query rows of all chunks are packed `[T, num_heads, head_dim]`; keys and values lie in the pool
-`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, found through each chunk's block table. One head of one kind of
-one block, `[block_size, head_dim]`, is a contiguous row of numbers, so a gather copies whole rows and comes out as
-`[2, ..., tokens, head_dim]` without a transpose. The query heads that share a KV head are rows of one matrix product: keys are
-never repeated.
+Layout: query rows of all chunks are packed `[T, num_heads, head_dim]`; keys and values lie in the pool,
+`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, found through each chunk's block table. The keys (or
+values) of one head in one block, `[block_size, head_dim]`, are a contiguous row of numbers, so a gather copies whole
+rows and comes out as `[2, ..., tokens, head_dim]` without a transpose. The query heads that share a KV head are rows of
+one matrix product: keys are never repeated.
 
-Chunks of one query (decode) are gathered and computed together, grouped by length so that padding at most doubles what is read.
-Longer chunks go one by one, in tiles of ROWS queries that stop at their last visible key.
+Chunks of one query (decode) are gathered and computed together, grouped by length so that padding at most doubles what
+is read. Longer chunks go one by one, in tiles of ROWS queries that stop at their last visible key.
 
-A query's result depends on nothing but its own keys, bit for bit (see engine/kernels/__init__.py): sums over keys are split at
-multiples of TILE, where a product's inner dimension is still summed in order, and what is gathered ends at a multiple of LANES, so
-that hidden keys add exact zeros and shift nothing. torch's scaled_dot_product_attention is as fast but sums up to 512 keys in one
-product, which MKL splits differently for different lengths.
+A query's result depends on nothing but its own keys, bit for bit (see engine/kernels/__init__.py): sums over keys are
+split at multiples of TILE, where a product's inner dimension is still summed in order, and what is gathered ends at a
+multiple of LANES, so that hidden keys add exact zeros and shift nothing. torch's scaled_dot_product_attention is as
+fast but sums up to 512 keys in one product, which MKL splits differently for different lengths.
 """
 
 import math
@@ -30,7 +30,7 @@ SMALLEST_GROUP = 128
 
 @dataclass(frozen=True)
 class Chunk:
-    """Queries at positions start .. start + length - 1 of one sequence, with KV of all positions up to the last one in place."""
+    """Queries at positions start .. start + length - 1 of one sequence, whose KV is in place up to the last one."""
 
     start: int
     length: int
@@ -57,8 +57,8 @@ class SingleQueries:
 
 @dataclass(frozen=True)
 class QueryTile:
-    """Packed query rows `rows`, which see gathered keys below `num_keys`, less those `mask` `[rows, num_keys - first_masked]`
-    hides among the keys from `first_masked` on."""
+    """Packed query rows, which see the gathered keys below `num_keys` less those that `mask` hides; it is additive
+    `[rows, num_keys - first_masked]` and covers the keys from `first_masked` on."""
 
     rows: slice
     num_keys: int
@@ -75,8 +75,8 @@ class LongChunk:
 
 
 class AttentionPlan:
-    """What every layer of one step shares: which rows attend to which pool rows under which mask, for each window in use
-    (see ModelConfig.sliding_windows)."""
+    """What every layer of one step shares: which rows attend to which pool rows under which mask, for each window in
+    use (see ModelConfig.sliding_windows)."""
 
     def __init__(self, chunks: list[Chunk], layout: KVLayout, windows: set[int | None], device: torch.device):
         self._layout = layout

@@ -4,7 +4,7 @@ import torch
 
 
 def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each head's pairs (i, i + D/2) by its row's angles a: (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a).
+    """Rotate each head's pairs (i, i + D/2) by its row's angles: (a, b) -> (a cos - b sin, b cos + a sin).
 
     x `[T, H, D]`; cos_sin float32 `[T, 2, D]`: the row's cosines twice over, then its negated sines and its sines.
     Returns a new tensor like x.

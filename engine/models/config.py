@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ModelError(ValueError):
-    """The model cannot be used; the message is one line that says what is wrong, in which file, and what is supported."""
+    """The model cannot be used. The message is one line: what is wrong, in which file, and what is supported."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ class _Reader:
 
     def read(self) -> ModelConfig:
         family = self.family()
+        if "quantization_config" in self.values:
+            raise ModelError(f"{self.path}: quantized checkpoints are not supported (quantization_config is set)")
         activation = self.values.get("hidden_act", "silu")
         if activation != "silu":
             raise ModelError(f"{self.path}: hidden_act {activation!r} is not supported, only 'silu'")

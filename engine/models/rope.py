@@ -1,7 +1,7 @@
 """Rotary position embedding: the frequencies of each rope type and the table of their cosines and sines.
 
-Sources: RoPE, Su et al. 2021 (arXiv:2104.09864); linear interpolation, Chen et al. 2023 (arXiv:2306.15595); yarn, Peng et al. 2023
-(arXiv:2309.00071); llama3, the scaling published with Llama 3.1.
+Sources: RoPE, Su et al. 2021 (arXiv:2104.09864); linear interpolation, Chen et al. 2023 (arXiv:2306.15595); yarn, Peng
+et al. 2023 (arXiv:2309.00071); llama3, the scaling published with Llama 3.1.
 """
 
 import math
@@ -14,7 +14,7 @@ from engine.models.config import RopeConfig
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> torch.Tensor:
     """Cosines and sines of every position as apply_rope takes them, float32 `[num_positions, 2, head_dim]`.
 
-    A table, and not a computation at each step, so that a position's values are the same bits wherever it stands in a batch.
+    A table, not a computation at each step, so that a position's values are the same bits wherever it is in a batch.
     """
     frequencies, scale = rope_frequencies(rope, head_dim)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
@@ -35,7 +35,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, flo
 
 
 def _llama3(plain: torch.Tensor, scaling: dict) -> torch.Tensor:
-    """Divide slow frequencies by `factor`, keep fast ones, blend in between by how often they turn in the original context."""
+    """Divide slow frequencies by `factor`, keep fast ones, blend by how often they turn in the original context."""
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -43,8 +43,9 @@ def _llama3(plain: torch.Tensor, scaling: dict) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Divide by `factor` the dimensions that turn less than `beta_slow` times in the original context, keep those that turn
-    more than `beta_fast` times, ramp linearly over the dimensions between; scale the attention by `attention_factor`."""
+    """Divide by `factor` the dimensions that turn less than `beta_slow` times in the original context, keep those that
+    turn more than `beta_fast` times, ramp linearly over the dimensions between; scale the attention by
+    `attention_factor`."""
     scaling = rope.scaling
     factor = scaling["factor"]
 

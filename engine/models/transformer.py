@@ -1,7 +1,8 @@
 """The decoder-only transformer of the Qwen3, Qwen2, Llama and Mistral families over a paged KV pool.
 
-One packed batch of tokens from any number of sequences goes through every linear layer at once; only attention knows about
-sequences. The families differ in what the configuration switches on: biases, query and key norms, sliding windows, rope.
+One packed batch of tokens from any number of sequences goes through every linear layer at once; only attention knows
+about sequences. The families differ in what the configuration switches on: biases, query and key norms, sliding
+windows, rope.
 """
 
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class Transformer:
         self.weights = weights
 
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
-        """Compute the batch's tokens and store their KV in the pool. Returns the last layer's output `[T, hidden_size]`,
-        before the final norm."""
+        """Compute the batch's tokens and store their KV in the pool. Returns the last layer's output, before the
+        final norm, `[T, hidden_size]`."""
         hidden = F.embedding(batch.token_ids, self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
             normed = rms_norm(hidden, layer.input_norm, self.config.rms_norm_eps)
@@ -71,4 +72,3 @@ class Transformer:
         kv_write(pool, index, torch.stack((key, value), dim=1), batch.blocks, batch.offsets)
         attended = paged_attention(query, pool, index, batch.attention, config.sliding_windows[index])
         return linear(attended, layer.attention_out)
-

@@ -295,6 +295,27 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_counts_before_dispatch
     assert [request.sampling.max_tokens for request in api.dispatcher.requests] == [6, 1]
 
 
+def test_a_text_that_cannot_fit_is_refused_without_tokenizing_it(make_api, monkeypatch) -> None:
+    api = make_api()
+    text = "relay " * 200_000
+    whole = api.post("/tokenize", {"prompt": text}).json()["count"]
+    monkeypatch.setattr(api.tokenizer, "encode", None)
+    for response, param in ((api.complete(text), "prompt"), (api.complete(["x", text]), "prompt")):
+        error = error_of(response, 400)
+        assert error["code"] == "context_length_exceeded" and error["param"] == param
+    error = error_of(api.chat(text), 400)
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    fewest = int(error["message"].split()[5])
+    assert 256 < fewest <= whole and "256" in error["message"]
+    assert api.dispatcher.requests == []
+
+
+def test_stop_token_ids_are_passed_on_once_each(make_api) -> None:
+    api = make_api()
+    api.complete(stop_token_ids=[7, 5, 7] * 1000)
+    assert api.dispatcher.requests[0].sampling.stop_token_ids == [7, 5]
+
+
 def test_one_bad_prompt_of_a_list_dispatches_none(make_api) -> None:
     api = make_api()
     error_of(api.complete([[5], [5, 100000]]), 400)

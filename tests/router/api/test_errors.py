@@ -101,6 +101,12 @@ def test_a_bad_value_is_refused_by_name(make_api, field, value) -> None:
     assert api.complete().status_code == 200
 
 
+@pytest.mark.parametrize("value", [5, [], True])
+def test_a_value_of_no_possible_type_is_refused_by_its_fields_own_name(make_api, value) -> None:
+    error = error_of(make_api().chat(tool_choice=value), 400)
+    assert error["param"] == "tool_choice" and "string or an object" in error["message"]
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_none_are_refused(make_api, number) -> None:
     for field in ("temperature", "top_p", "frequency_penalty"):

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from router.tokenizer import Tokenizer
 from tests.router.api.conftest import Api, error_of
-from tests.router.api.fake_dispatcher import deltas
+from tests.router.api.fake_dispatcher import deltas, model_info
 
 SHOW_ALL = (
     "{%- for message in messages -%}{%- if message.role == 'function' -%}{{ raise_exception('no functions here') }}"
@@ -55,6 +55,20 @@ def test_tool_call_arguments_become_objects_where_they_are(show_all, arguments, 
     message = seen(api)["messages"][1]
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}
     assert message["content"] == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"x": "\\ud800"}', '{"x": ' * 100_000, '{"x": ' * 20_000 + "1" + "}" * 20_000, '{"x": 1' + "0" * 5000 + "}"],
+    ids=["lone surrogate", "unclosed", "deep", "long number"],
+)
+def test_arguments_that_no_body_may_hold_stay_the_text_they_were(show_all, arguments) -> None:
+    api = show_all()
+    api.dispatcher.model = model_info(max_model_len=10**6)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    response = api.chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [call]}], max_tokens=1)
+    assert response.status_code == 200, response.text
+    assert seen(api)["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_other_keys_of_a_message_pass_through(show_all) -> None:

@@ -5,9 +5,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from router.tokenizer import Tokenizer
+from tests.router.api.piece_tokenizer import piece_tokenizer
 from tests.tiny_models import tiny_tokenizer
 
 TEXTS = ["The baton", "", "  two  spaces", "naïve 😀 日本語", "<|im_start|>user\n", "x" * 500, "a\x00b"]
@@ -40,3 +44,57 @@ def test_work_runs_off_the_event_loops_thread(tokenizer: Tokenizer) -> None:
         return await tokenizer.run(threading.get_ident)
 
     assert asyncio.run(where()) != threading.get_ident()
+
+
+def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer) -> None:
+    """Else one long prompt stops every stream of the server for as long as it takes."""
+    done, ticks = threading.Event(), 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        before = ticks
+        tokenizer.encode("The baton changes hands. " * 40_000)
+        after = ticks
+    finally:
+        done.set()
+        thread.join()
+    assert after - before > 20
+
+
+def variant(backend, normalizer=None) -> Tokenizer:
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), Path())
+
+
+COMPOSED = variant(tiny_tokenizer(), normalizers.NFC())
+
+
+@given(text=st.text(max_size=200) | st.text("a\u0301\u0323\u0345\u1100\u1161\u11a8\u212b\u1fef  ", max_size=200))
+def test_no_text_has_fewer_tokens_than_the_bound(tokenizer: Tokenizer, text: str) -> None:
+    for each in (tokenizer, COMPOSED):
+        assert each.fewest_tokens(text) <= len(each.encode(text, add_special_tokens=False))
+
+
+def test_the_bound_is_reached_by_the_longest_token(tokenizer: Tokenizer) -> None:
+    longest = "<|endoftext|>"
+    assert max(map(len, tokenizer.token_names(list(range(512))))) == len(longest)
+    assert tokenizer.fewest_tokens(longest * 50) == len(tokenizer.encode(longest * 50)) == 50
+
+
+def test_there_is_no_bound_where_text_may_be_dropped() -> None:
+    swallowing = tiny_tokenizer()
+    swallowing.add_tokens([AddedToken("<gap>", lstrip=True)])
+    splitting = tiny_tokenizer()
+    splitting.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    lossy = [variant(swallowing), variant(splitting), variant(tiny_tokenizer(), normalizers.Strip())]
+    lossy.append(Tokenizer(piece_tokenizer(), Path()))
+    assert [tokenizer.fewest_tokens("x" * 10_000) for tokenizer in lossy] == [0] * 4

@@ -1,0 +1,115 @@
+"""Exhausted pools, workers that come and go, clients that leave at the wrong moment: nobody else's request pays for it."""
+
+import random
+
+import pytest
+
+from engine.protocol import Peers
+from tests import cluster as topologies
+from tests.cluster import Cluster, make_config, make_request, run_alone
+
+TOPOLOGIES = {
+    **topologies.TOPOLOGIES,
+    "shm-2d": {"prefill_workers": 1, "decode_workers": 2, "channel": "shm", "local_prefill_max_tokens": 0},
+    "shm-unlimited": {"prefill_workers": 1, "channel": "shm", "local_prefill_max_tokens": "unlimited"},
+    "shm-2d-conditional": {"prefill_workers": 1, "decode_workers": 2, "channel": "shm", "local_prefill_max_tokens": 9},
+}
+BLOCK = 4
+
+
+@pytest.fixture(autouse=True)
+def more_topologies(monkeypatch):
+    monkeypatch.setattr(topologies, "TOPOLOGIES", TOPOLOGIES)
+
+
+@pytest.fixture
+def start(tiny_model):
+    """start(topology, **config) -> a cluster that is closed, with whole pools, when the test ends."""
+    clusters = []
+
+    def start(topology: str, **config) -> Cluster:
+        clusters.append(Cluster(str(tiny_model("qwen3")), make_config(topology, block_size=BLOCK, **config)))
+        return clusters[-1]
+
+    yield start
+    for cluster in clusters:
+        cluster.check_whole()
+        cluster.close()
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(4, 500) for _ in range(length)]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("num_output", [1, 2, 24, 31])
+def test_a_request_exactly_as_large_as_the_pool_is_served(start, topology, num_output):
+    cluster = start(topology, pool_tokens=32)
+    assert {worker.model.max_model_len for worker in cluster.decode} == {32}
+    request = make_request("r", prompt_of(32 - num_output), max_tokens=num_output)
+    for _ in range(2):
+        cluster.submit(request)
+        cluster.run()
+        assert not cluster.failures
+        assert cluster.tokens("r") == run_alone(cluster.model_dir, request, block_size=BLOCK)
+        cluster.deltas["r"] = []
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_one_of_two_equal_prompts_may_fill_the_pool(start, topology):
+    """The second prompt's blocks are private copies of the first one's, which stay cached below its later blocks."""
+    cluster = start(topology, pool_tokens=32)
+    prompt = prompt_of(9)
+    requests = [make_request("short", prompt, max_tokens=5), make_request("long", prompt, max_tokens=32 - 9)]
+    for request in requests:
+        cluster.submit(request)
+    cluster.run()
+    assert not cluster.failures
+    for request in requests:
+        assert cluster.tokens(request.request_id) == run_alone(cluster.model_dir, request, block_size=BLOCK)
+
+
+@pytest.mark.parametrize("topology", ["shm-2d", "shm-2d-conditional"])
+def test_decode_workers_that_exhaust_a_shared_pool_together_both_finish(start, topology):
+    cluster = start(topology, pool_tokens=48)
+    requests = [make_request(f"r{i}", prompt_of(8, i), max_tokens=40) for i in range(6)]
+    for index, request in enumerate(requests):
+        cluster.submit(request, decode=index % 2)
+    cluster.run()
+    assert not cluster.failures
+    for request in requests:
+        assert cluster.tokens(request.request_id) == run_alone(cluster.model_dir, request, block_size=BLOCK)
+
+
+def test_a_request_goes_on_at_another_prefill_worker_when_the_chosen_one_has_left_for_good(start):
+    cluster = start("tcp-2p2d")
+    gone, stays = cluster.prefill
+    request = make_request("r", prompt_of(20), max_tokens=12)
+    cluster.submit(request, prefill=0)
+    cluster.step_until(lambda: len(cluster.tokens("r")) > 2)
+    for decode in cluster.decode:
+        decode.handle(Peers([link.peer for name, link in decode.links.items() if name == stays.name]))
+    cluster.decode[0].engine._preempt_youngest()
+    cluster.run()
+    assert cluster.tokens("r") == run_alone(cluster.model_dir, request, block_size=BLOCK)
+    assert (gone.engine.counters["prefills_total"], stays.engine.counters["prefills_total"]) == (1, 1)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_workers_count_each_prefill_and_its_cached_tokens_once(start, topology):
+    cluster = start(topology)
+    for attempt in range(2):
+        cluster.submit(make_request(f"r{attempt}", prompt_of(21), max_tokens=1))
+        cluster.run()
+    engines = [worker.engine for worker in cluster.prefill]
+    engines += [worker.prefill for worker in cluster.decode if worker.prefill is not None]
+    assert sum(engine.counters["prefills_total"] for engine in engines) == 2
+    # Where decode prefills from two pools, its engine is told of blocks that its own cache had.
+    assert sum(engine.counters["prefill_cached_tokens_total"] for engine in engines) == 20
+
+
+def test_a_decode_worker_keeps_a_lease_shorter_than_its_own_configuration_says(start):
+    cluster = start("shm", lease_s=1.0)
+    link = cluster.decode[0].links["p0"]
+    assert link.lease_s == 1.0
