@@ -342,9 +342,9 @@ class DecodeEngine:
         return [entry for entry in batch if entry in self.running]
 
     def _preempt_youngest(self) -> None:
-        """Send the youngest sequence back to waiting, be it the only one. What that one lacks may be with another decode
-        worker of a shared pool, or in cached copies of its own blocks that blocks of its continue and so keep from being
-        evicted; prefilled again it uses the copies. Whether it fits at all shows when its blocks are reserved."""
+        """Send the youngest sequence back to waiting, be it the only one. What that one lacks may be with another
+        decode worker of a shared pool, or in cached copies of its own blocks, kept from eviction by those of its
+        blocks that follow them; prefilled again it uses the copies. Whether it fits at all shows at its reservation."""
         youngest = max([*self.running, *self.prefilling.values()], key=lambda entry: entry.age)
         self.counters["preemptions_total"] += 1
         self._let_go(youngest)

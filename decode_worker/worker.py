@@ -42,8 +42,8 @@ LEASE_MARGIN = 0.8  # of the lease time: past it a silent peer is given up, befo
 @dataclass
 class Link:
     """A prefill worker as seen from here. `end` while connected, `ready` once it said Welcome; `heard` is when the
-    last echoed heartbeat was sent (monotonic seconds); `lease_s` is the prefill worker's, which may be configured unlike
-    ours."""
+    last echoed heartbeat was sent (monotonic seconds); `lease_s` is the prefill worker's, which may be configured
+    unlike ours."""
 
     peer: Peer
     lease_s: float

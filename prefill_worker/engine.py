@@ -119,13 +119,19 @@ class PrefillEngine:
         self._end_lease(peer, key, abandon=False)
 
     def drop_peer(self, peer: str) -> None:
-        """A decode worker is gone: end its tasks and leases. Idempotent."""
+        """A decode worker is gone: everything done or held for it ends. Idempotent."""
+        self.end_tasks(peer)
+        if self.shared is not None:
+            self.shared.drop_peer(peer)
+
+    def end_tasks(self, peer: str) -> None:
+        """Nothing more is computed or moved for this decode worker. What it was lent of a shared pool stays its own."""
         for task in [task for (owner, _), task in self.tasks.items() if owner == peer]:
             self._forget(task)
         for owner, key in [lease for lease in self.leases if lease[0] == peer]:
             self._end_lease(owner, key, abandon=True)
         if self.shared is not None:
-            self.shared.drop_peer(peer)
+            self.shared.owed.pop(peer, None)
 
     def step(self) -> bool:
         """Run one chunk batch. Returns whether there was anything to compute."""

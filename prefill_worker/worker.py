@@ -112,15 +112,24 @@ class PrefillWorker(Worker):
         for end in list(self.ends.values()):
             self._poll(end)
         for lease in self.leases.expired():
-            self.num_reclaimed += 1
-            self.ends[lease.peer].send(Reclaimed())
-            self._drop(
-                self.ends[lease.peer], f"not heard for {self.leases.lease_s:g} s, everything it held is reclaimed"
-            )
+            self._reclaim(self.ends[lease.peer])
         if self.shared is not None:
             for peer, grant in self.shared.settle():
                 self.ends[peer].send(grant)
         return self.engine.step()
+
+    def _reclaim(self, end: PrefillEnd) -> None:
+        """A decode worker is silent. In a shared pool it may be frozen in the middle of a step and write the rest of it
+        when it thaws: its blocks are nobody else's until its connection closes, by itself at Reclaimed or by the
+        end of its process."""
+        self.num_reclaimed += 1
+        reason = f"not heard for {self.leases.lease_s:g} s, everything it held is reclaimed"
+        end.send(Reclaimed())
+        if self.shared is None:
+            self._drop(end, reason)
+        else:
+            log.warning("decode worker on %s: %s once its connection closes", end.peer, reason)
+            self.engine.end_tasks(end.peer)
 
     def _poll(self, end: PrefillEnd) -> None:
         try:

@@ -18,6 +18,7 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
+SMALLEST_PENALTY = 0.01  # logits are divided by it, and must stay finite
 
 MAX_INT = 2**31 - 1  # far beyond any count, and safe in every tensor
 
@@ -134,7 +135,7 @@ class GenerationBody(Body):
     top_p: Annotated[Real, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = Field(None, description="0 or -1: all tokens")
     min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Real, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[Real, Field(ge=SMALLEST_PENALTY, le=10)] | None = None
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Real, Field(ge=-100, le=100)]] | None = None

@@ -1,6 +1,8 @@
-"""Exhausted pools, workers that come and go, clients that leave at the wrong moment: nobody else's request pays for it."""
+"""Pools that are just large enough, workers that freeze, leave or share a pool: no request pays for it."""
 
+import math
 import random
+import time
 
 import pytest
 
@@ -57,11 +59,14 @@ def test_a_request_exactly_as_large_as_the_pool_is_served(start, topology, num_o
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_one_of_two_equal_prompts_may_fill_the_pool(start, topology):
-    """The second prompt's blocks are private copies of the first one's, which stay cached below its later blocks."""
+def test_a_request_that_began_like_another_may_still_fill_the_pool(start, topology):
+    """Computed at once, its first block is a private copy of the other's, which its second keeps from being evicted."""
     cluster = start(topology, pool_tokens=32)
     prompt = prompt_of(9)
-    requests = [make_request("short", prompt, max_tokens=5), make_request("long", prompt, max_tokens=32 - 9)]
+    requests = [
+        make_request("short", prompt[:BLOCK] + [7], max_tokens=5),
+        make_request("long", prompt, max_tokens=32 - 9),
+    ]
     for request in requests:
         cluster.submit(request)
     cluster.run()
@@ -109,7 +114,37 @@ def test_workers_count_each_prefill_and_its_cached_tokens_once(start, topology):
     assert sum(engine.counters["prefill_cached_tokens_total"] for engine in engines) == 20
 
 
-def test_a_decode_worker_keeps_a_lease_shorter_than_its_own_configuration_says(start):
-    cluster = start("shm", lease_s=1.0)
-    link = cluster.decode[0].links["p0"]
-    assert link.lease_s == 1.0
+def test_the_prefill_workers_lease_time_counts_whatever_the_decode_worker_is_configured_for(start):
+    cluster = start("shm", lease_s=30.0)
+    prefill, [decode] = cluster.prefill[0], cluster.decode
+    prefill.welcome.lease_s = 2.0
+    cluster.restart_decode()
+    [decode] = cluster.decode
+    cluster.step_until(lambda: decode.links["p0"].ready)
+    decode.links["p0"].heard -= 1.7  # past 80 % of 2 s
+    cluster.step()
+    assert not decode.links["p0"].ready
+    cluster.step_until(lambda: decode.links["p0"].ready)
+
+
+@pytest.mark.parametrize("topology", ["shm", "shm-2d", "shm-conditional"])
+def test_what_a_frozen_decode_worker_may_still_write_is_nobody_elses_until_it_lets_go(start, topology):
+    cluster = start(topology)
+    prefill, frozen = cluster.prefill[0], cluster.decode[0]
+    request = make_request("r", prompt_of(20), max_tokens=30)
+    cluster.submit(request)
+    cluster.step_until(lambda: len(cluster.tokens("r")) > 3)
+    frozen.next_heartbeat = math.inf
+    [entry] = frozen.engine.running
+    prefill.turn()
+    prefill.leases._clock = lambda: time.monotonic() + 60
+    prefill.turn()
+    prefill.leases._clock = time.monotonic
+    assert prefill.num_reclaimed == len(cluster.decode)
+    available = prefill.cache.acquire("other", [], prefill.cache.num_available * BLOCK)
+    assert available is not None and not set(available.block_table) & set(entry.block_table)
+    prefill.cache.release("other")
+    frozen.next_heartbeat = 0.0
+    cluster.run()
+    assert cluster.requests["r"].generation == 1
+    assert cluster.tokens("r") == run_alone(cluster.model_dir, request, block_size=BLOCK)

@@ -70,7 +70,7 @@ FIELDS = {
     "top_p": st.floats(0, 1),
     "top_k": st.sampled_from([-1, 0, 1, 5, 511, 512, 10**6]),
     "min_p": st.floats(0, 1),
-    "repetition_penalty": st.floats(1e-6, 10),
+    "repetition_penalty": st.floats(0.01, 10),
     "frequency_penalty": st.floats(-2, 2),
     "presence_penalty": st.floats(-2, 2),
     "logit_bias": st.dictionaries(st.integers(0, 511).map(str), st.floats(-100, 100), max_size=20)

@@ -81,7 +81,7 @@ def test_a_prefill_that_fails_gives_the_decode_side_its_slot_back(start, topolog
 
 
 @pytest.mark.parametrize("topology", ["shm", "tcp"])
-def test_what_a_silent_decode_worker_holds_on_the_prefill_side_is_held_no_longer_than_its_lease(start, topology):
+def test_a_silent_decode_worker_holds_nothing_past_its_lease_but_what_it_may_be_writing(start, topology):
     cluster = start(topology, lease_s=1.0)
     [prefill], [decode] = cluster.prefill, cluster.decode
     request = make_request("r", prompt_of(20), max_tokens=6)
@@ -98,8 +98,12 @@ def test_what_a_silent_decode_worker_holds_on_the_prefill_side_is_held_no_longer
     while prefill.engine.counters["prefills_total"] == 0:
         held()
     assert held() > 0
-    while held():
-        pass
-    assert prefill.num_reclaimed > 0
+    while prefill.num_reclaimed == 0:
+        held()
+    if topology == "shm":
+        assert held() > 0  # frozen in the middle of a step it would still write there
+    else:
+        while held():
+            pass
     cluster.run()  # it is back: told to drop what it had, it is asked again
     assert cluster.tokens("r") == run_alone(cluster.model_dir, request)

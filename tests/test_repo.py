@@ -161,6 +161,13 @@ def test_links_in_the_readme_lead_somewhere(path: str):
     assert (ROOT / path).exists()
 
 
+def test_every_test_that_the_list_of_failures_relies_on_exists():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "peer_failures.md").read_text())
+    assert len(named) > 34
+    for path, name in named:
+        assert re.search(rf"def {name}\(", (ROOT / "tests" / path).read_text()), f"{path}::{name}"
+
+
 @pytest.mark.parametrize("target", ["help", "env", "model", "demo", "test", "lint", "docs", "lock", "clean"])
 def test_make_knows_its_targets(target: str):
     done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)

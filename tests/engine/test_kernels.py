@@ -12,6 +12,7 @@ from engine.kernels.rms_norm import rms_norm
 from engine.kernels.rope import apply_rope
 from engine.kernels.swiglu import swiglu
 from engine.kv_pool import KVLayout, KVPool
+from tests.reproducible import reproducible_products
 
 CPU = torch.device("cpu")
 
@@ -52,6 +53,18 @@ def test_linear_is_its_formula_with_and_without_packed_weights(num_rows, bias):
     if can_pack(layer.weight):
         pack(layer)
         torch.testing.assert_close(linear(x, layer), expected.float())
+
+
+@reproducible_products
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_row_of_linear_is_the_same_bits_among_any_rows_packed_or_not(bias):
+    x, layer = torch.randn(300, 1536), Linear(torch.randn(70, 1536), torch.randn(70) if bias else None)
+    expected = linear(x, layer)
+    for num_rows in (1, 2, 7, 8, 9, 33, 128):
+        assert torch.equal(linear(x[:num_rows], layer), expected[:num_rows])
+    pack(layer)
+    for num_rows in (1, 3, 8):
+        assert torch.equal(linear(x[:num_rows], layer), expected[:num_rows])
 
 
 def test_only_float32_weights_on_cpu_are_packed():

@@ -1,4 +1,4 @@
-"""What the families can switch on, against transformers on the same directory; and chunks and batches that change nothing.
+"""What the families can switch on, against transformers on the same directory; chunks and batches change nothing.
 
 Plain prompts of every family, and the embedded model, are in test_parity.py.
 """
@@ -7,11 +7,11 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 
 from engine.kv_pool import KVPool
 from engine.runner import ModelRunner, SequenceChunk
+from tests.reproducible import reproducible_products
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 
 BLOCK = 16
@@ -21,6 +21,7 @@ LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 70)
 VARIANTS = {
     "qwen3-untied": ("qwen3", {"tie_word_embeddings": False}),
     "qwen3-bias": ("qwen3", {"attention_bias": True}),
+    "qwen3-epsilon": ("qwen3", {"rms_norm_eps": 0.05}),
     "qwen3-layer-types": (
         "qwen3",
         {
@@ -129,7 +130,7 @@ def test_windows_hold_across_chunks(tiny_model, name):
 
 
 def mixed_batch(runner: ModelRunner) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same chunks computed in one batch and one by one: a whole prompt, later chunks, single tokens of any length."""
+    """The same chunks in one batch and one by one: a whole prompt, later chunks, single tokens far and near."""
     ranges = [(0, 30), (64, 100), (99, 100), (5, 6), (16, 17), (0, 1), (250, 251), (20, 85)]
     sequences = [prompt(end, seed) for seed, (_, end) in enumerate(ranges)]
     blocks = tables(*(end for _, end in ranges))
@@ -150,16 +151,9 @@ def test_a_mixed_batch_gives_each_chunk_what_it_gets_alone(tiny_model, family):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
-def products_are_reproducible() -> bool:
-    """Whether this machine's matrix product gives a row the same bits whatever rows are beside it."""
-    x, weight = torch.randn(64, 1536), torch.randn(64, 1536)
-    return all(torch.equal(F.linear(x[:n], weight), F.linear(x, weight)[:n]) for n in (1, 2, 8, 17))
-
-
+@reproducible_products
 @pytest.mark.parametrize("name", ["qwen3-bias", "qwen2-window", "llama-biases", "mistral-window"])
 def test_neither_batch_nor_chunks_change_a_bit_of_the_logits(tiny_model, name):
-    if not products_are_reproducible():
-        pytest.skip("this CPU has no reproducible matrix product (MKL with AVX2 has)")
     family, options = VARIANTS[name]
     runner = load(tiny_model(family, **options))
     together, alone = mixed_batch(runner)

@@ -49,6 +49,12 @@ TYPES = {
         "mscale": 0.8,
         "mscale_all_dim": 1.1,
     },
+    "yarn-few-turns": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 30.0,
+    },
     "yarn-shrinking": {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 512},
 }
 SPELLINGS = {

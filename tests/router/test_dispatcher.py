@@ -220,6 +220,19 @@ async def test_what_exceeds_slots_and_lookahead_waits_here_for_whichever_worker_
     await deployment.fleet.close()
 
 
+@async_test
+async def test_requests_that_end_while_no_worker_has_room_leave_nothing_behind():
+    deployment = Deployment(expected={"d0": "decode"})
+    await deployment.fleet.start()
+    kept = deployment.submit("kept")
+    for index in range(20):
+        deployment.submit(f"r{index}").close()
+    assert [flight.request_id for flight in deployment.dispatcher._waiting] == ["kept"]
+    kept.close()
+    assert not deployment.dispatcher._waiting
+    await deployment.fleet.close()
+
+
 # deadlines
 
 

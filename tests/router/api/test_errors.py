@@ -79,6 +79,7 @@ BAD_COMPLETIONS = [
     ("logprobs", 21),
     ("logprobs", True),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-308),
     ("frequency_penalty", 3),
     ("presence_penalty", -3),
     ("stop", ""),
