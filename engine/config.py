@@ -75,6 +75,12 @@ class TransferSection(Section):
     lease_s: float = Field(30.0, gt=0, description="blocks held for a silent peer are reclaimed after this long")
     heartbeat_s: float = Field(1.0, gt=0, description="how often decode workers renew their leases")
 
+    @model_validator(mode="after")
+    def outlasts_heartbeats(self):
+        if self.lease_s < 2 * self.heartbeat_s:
+            raise ValueError(f"lease_s {self.lease_s:g} must be at least twice heartbeat_s {self.heartbeat_s:g}")
+        return self
+
 
 class RouterSection(Section):
     host: str = Field("127.0.0.1", description="address the HTTP API listens on")

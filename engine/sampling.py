@@ -33,7 +33,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken
     """Choose the next token of each sequence.
 
     logits: float32 `[B, vocab]`, row i for sequences[i]. None for a row without a finite maximum (NaN or infinity in the
-    model's output): that request cannot go on, the others can.
+    model's output, or made by absurd parameters): that request cannot go on, the others can.
     """
     assert logits.shape[0] == len(sequences), f"{logits.shape[0]} rows of logits for {len(sequences)} sequences"
     if not sequences:
@@ -52,6 +52,9 @@ def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken
             continue
         row = logits[i].cpu().numpy()
         token_id = choose(row, sequence)
+        if token_id is None:
+            tokens.append(None)
+            continue
         wanted = sequence.sampling.logprobs
         tokens.append(SampledToken(token_id, None if wanted is None else token_logprobs(row, token_id, wanted)))
     return tokens
@@ -81,11 +84,13 @@ def is_plain_greedy(sequence: Sequence) -> bool:
     )
 
 
-def choose(row: npt.NDArray[np.float32], sequence: Sequence) -> int:
-    """The next token of one sequence from its logits, `[vocab]`."""
+def choose(row: npt.NDArray[np.float32], sequence: Sequence) -> int | None:
+    """The next token of one sequence from its logits, `[vocab]`. None when no score is finite for want of range."""
     sampling = sequence.sampling
     scores = adjust(row, sequence)
     peak = scores.max()
+    if math.isnan(peak) or peak == math.inf:
+        return None
     if sampling.temperature == 0 or peak == -math.inf:  # -inf: every token is banned
         return int(scores.argmax())
     scores -= peak
@@ -110,7 +115,8 @@ def adjust(row: npt.NDArray[np.float32], sequence: Sequence) -> Floats:
         seen = np.unique(sequence.token_ids)
         values = scores[seen]
         penalty = sampling.repetition_penalty
-        scores[seen] = np.where(values < 0, values * penalty, values / penalty)
+        with np.errstate(over="ignore"):
+            scores[seen] = np.where(values < 0, values * penalty, values / penalty)
     if (sampling.frequency_penalty or sampling.presence_penalty) and sequence.output_token_ids:
         ids, counts = np.unique(sequence.output_token_ids, return_counts=True)
         scores[ids] -= counts * sampling.frequency_penalty + sampling.presence_penalty

@@ -165,8 +165,8 @@ class GrantBlocks:
 
 @dataclass
 class Reclaimed:
-    """Shared pool: the lease lapsed and everything this decode worker held was taken back. It must drop all
-    sequences."""
+    """The lease lapsed. The decode worker must drop all sequences in this pool and connect anew; blocks of a shared pool
+    are taken back when it has closed the connection."""
 
     kind: Literal["reclaimed"] = "reclaimed"
 

@@ -233,7 +233,8 @@ class Fleet:
             connection.send(Refused(reason))
             connection.close()
             return
-        self.model = self.model or register.model
+        if not self.workers:
+            self.model = register.model  # the first one sets it for those that join
         self._max_model_lens[register.name] = register.model.max_model_len
         worker = Worker(register, connection)
         self._connections[connection] = self.workers[register.name] = worker
@@ -257,7 +258,7 @@ class Fleet:
             return f"channel differs: the fleet has {channel!r}, worker {register.name} has {register.channel!r}"
         if register.role == "prefill" and not register.channel_address:
             return f"channel_address is empty: decode workers cannot reach prefill worker {register.name}"
-        if self.model is not None:
+        if self.model is not None and self.workers:
             theirs = asdict(register.model)
             for key, ours in asdict(self.model).items():
                 if key not in PER_WORKER_FIELDS and theirs[key] != ours:

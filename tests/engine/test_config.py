@@ -22,6 +22,7 @@ def test_every_shipped_configuration_is_valid_and_says_what_it_is_for(path):
         ("topology: {local_prefill_max_tokens: 9}", "topology", "colocated"),
         ("topology: {prefill_workers: 2, channel: shm}", "topology", "exactly one prefill worker"),
         ("{device: cuda, topology: {prefill_workers: 1, channel: tcp}}", "top level", "set device: cpu"),
+        ("transfer: {lease_s: 1, heartbeat_s: 1}", "transfer", "at least twice heartbeat_s"),
         ("kv: [", "", "not valid YAML"),
     ],
 )

@@ -271,6 +271,11 @@ def test_a_row_of_broken_logits_gives_no_token_and_harms_no_other_row(bad, tempe
     assert sample(logits, [make_sequence(temperature=temperature)] * 2) == [*expected, None]
 
 
+def test_a_penalty_that_overflows_gives_no_token_instead_of_an_error():
+    broken = make_sequence(range(VOCAB), temperature=1.0, repetition_penalty=1e-308)
+    assert sample(make_logits(1), [broken]) == [None]
+
+
 # Log-probabilities
 
 

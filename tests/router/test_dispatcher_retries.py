@@ -169,7 +169,7 @@ async def test_the_next_attempt_uses_a_prefill_worker_that_the_decode_worker_hea
 
 @async_test
 async def test_a_request_on_a_worker_that_froze_is_moved_once_the_worker_is_given_up():
-    deployment = Deployment(transfer={"lease_s": 0.3})
+    deployment = Deployment(transfer={"lease_s": 0.3, "heartbeat_s": 0.1})
     frozen, healthy = await deployment.start("d0", "d1")
     frozen.frozen = True
     stream = deployment.submit("r1")

@@ -74,6 +74,19 @@ async def test_a_worker_with_another_model_is_refused_with_field_and_values(fiel
 
 
 @async_test
+async def test_a_wrong_first_worker_does_not_keep_the_right_ones_out_after_it_left():
+    fleet, address, _ = await start()
+    wrong = await FakeWorker("d0", vocab_size=7).join(address)
+    await until(lambda: len(fleet.workers) == 1)
+    await wrong.leave()
+    await until(lambda: not fleet.workers)
+    await FakeWorker("d0").join(address)
+    await until(lambda: len(fleet.workers) == 1)
+    assert fleet.model.vocab_size != 7
+    await fleet.close()
+
+
+@async_test
 async def test_directory_name_and_pool_room_may_differ():
     fleet, address, _ = await start()
     await FakeWorker("d0").join(address)
@@ -171,7 +184,7 @@ async def test_a_stranger_that_does_not_speak_the_protocol_is_hung_up_on():
 
 @async_test
 async def test_a_worker_whose_loop_stays_silent_is_given_up():
-    fleet, address, recorder = await start(transfer={"lease_s": 0.3})
+    fleet, address, recorder = await start(transfer={"lease_s": 0.3, "heartbeat_s": 0.1})
     frozen, lively = FakeWorker("d0"), FakeWorker("d1")
     frozen.frozen = True
     await frozen.join(address)
