@@ -2,9 +2,9 @@
 
     python3 -m bench.cpu_engine --model models/smollm2-135m-instruct --json build/cpu_engine.json
 
-Both sides run in processes of their own, each with the settings it has in real use, and take turns, so that a machine that
-slows down slows both. transformers generates the batch's sequences one after the other; tokens per second of both sides
-count everything from prompt to last token. Ends with status 1 when a limit is missed or the greedy tokens differ.
+Both sides run in processes of their own, each with the settings it has in real use, and take turns, so that a machine
+that slows down slows both. transformers generates the batch's sequences one after the other; tokens per second of both
+sides count everything from prompt to last token. Ends with status 1 when a limit is missed or the greedy tokens differ.
 """
 
 import argparse

@@ -91,7 +91,7 @@ class RouterSection(Section):
     max_retries: int = Field(3, ge=0, description="how often a request lost with a worker is submitted again")
     served_model_name: str | None = Field(
         None,
-        description="model id in the API, and the only name requests may give; default: the directory's name, any name is taken",
+        description="model id in the API and the only name taken; default: the directory's name, and any name is taken",
     )
     strip_system_lines: list[re.Pattern[str]] = Field(
         [], description="a line of a system message that one of these matches wholly is left out of the prompt"

@@ -32,8 +32,8 @@ _PILOT_SIZE = 1024
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | None]:
     """Choose the next token of each sequence.
 
-    logits: float32 `[B, vocab]`, row i for sequences[i]. None for a row without a finite maximum (NaN or infinity in the
-    model's output, or made by absurd parameters): that request cannot go on, the others can.
+    logits: float32 `[B, vocab]`, row i for sequences[i]. None for a row without a finite maximum (NaN or infinity in
+    the model's output, or made by absurd parameters): that request cannot go on, the others can.
     """
     assert logits.shape[0] == len(sequences), f"{logits.shape[0]} rows of logits for {len(sequences)} sequences"
     if not sequences:

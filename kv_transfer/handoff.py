@@ -165,8 +165,8 @@ class GrantBlocks:
 
 @dataclass
 class Reclaimed:
-    """The lease lapsed. The decode worker must drop all sequences in this pool and connect anew; blocks of a shared pool
-    are taken back when it has closed the connection."""
+    """The lease lapsed. The decode worker must drop all sequences in this pool and connect anew; blocks of a shared
+    pool are taken back when it has closed the connection."""
 
     kind: Literal["reclaimed"] = "reclaimed"
 

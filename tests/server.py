@@ -20,7 +20,8 @@ def free_port() -> int:
 
 
 class Server:
-    """`with Server(config_path, model_dir) as server`: healthy on entry, stopped (and its log shown on failure) on exit."""
+    """`with Server(config_path, model_dir) as server`: healthy on entry, stopped (and its log shown on failure) on
+    exit."""
 
     def __init__(self, config: str | Path, model_dir: str | Path, log_path: Path, **environment: str):
         self.port = free_port()

@@ -187,8 +187,9 @@ def storm_bodies(rng: random.Random, count: int) -> list[dict]:
 
 
 async def storm(server: Server, count: int, abort_share: float, seed: int, kill: list[str]) -> tuple[dict, list]:
-    """Bounded load of mixed requests. A share of them is dropped by the client at a random moment; a worker of each role
-    in `kill` is killed on the way. Returns how requests ended, and (body, token ids) of those that were answered."""
+    """Bounded load of mixed requests. A share of them is dropped by the client at a random moment; a worker of each
+    role in `kill` is killed on the way. Returns how requests ended, and (body, token ids) of those that were
+    answered."""
     rng = random.Random(seed)
     bodies = storm_bodies(rng, 60)
     outcome = {"ok": 0, "aborted": 0, "failed": 0}
