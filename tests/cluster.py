@@ -20,6 +20,9 @@ TOPOLOGIES: dict[str, dict] = {
     "tcp": {"prefill_workers": 1, "channel": "tcp", "local_prefill_max_tokens": 0},
     "shm-conditional": {"prefill_workers": 1, "channel": "shm", "local_prefill_max_tokens": 9},
     "tcp-conditional": {"prefill_workers": 1, "channel": "tcp", "local_prefill_max_tokens": 9},
+    "shm-2d": {"prefill_workers": 1, "decode_workers": 2, "channel": "shm", "local_prefill_max_tokens": 0},
+    "shm-unlimited": {"prefill_workers": 1, "channel": "shm", "local_prefill_max_tokens": "unlimited"},
+    "shm-2d-conditional": {"prefill_workers": 1, "decode_workers": 2, "channel": "shm", "local_prefill_max_tokens": 9},
     "tcp-2p2d": {"prefill_workers": 2, "decode_workers": 2, "channel": "tcp", "local_prefill_max_tokens": 0},
 }
 

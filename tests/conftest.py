@@ -5,13 +5,14 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import engine.kernels  # noqa: F401  (it tells MKL how to compute, which must come before the first product)
+from tests.cluster import Cluster, make_config
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,3 +41,18 @@ def embedded_model_dir() -> Path:
     if not (directory / "config.json").is_file():
         pytest.skip(f"no model in {directory}; make it with: python3 -m engine.embedded_model {directory}")
     return directory
+
+
+@pytest.fixture
+def start_cluster(tiny_model) -> Iterator[Callable[..., Cluster]]:
+    """start_cluster(topology, **config) -> a cluster that is closed, with whole pools, when the test ends."""
+    clusters: list[Cluster] = []
+
+    def start(topology: str, **config) -> Cluster:
+        clusters.append(Cluster(str(tiny_model("qwen3")), make_config(topology, **config)))
+        return clusters[-1]
+
+    yield start
+    for cluster in clusters:
+        cluster.check_whole()
+        cluster.close()

@@ -9,8 +9,32 @@ import time
 from pathlib import Path
 
 import httpx
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+TOPOLOGIES: dict[str, dict] = {
+    "colocated": {},
+    "shm": {"prefill_workers": 1, "channel": "shm", "local_prefill_max_tokens": 0},
+    "tcp": {"prefill_workers": 1, "channel": "tcp", "local_prefill_max_tokens": 0},
+    "2p2d-tcp": {"prefill_workers": 2, "decode_workers": 2, "channel": "tcp", "local_prefill_max_tokens": 0},
+}
+
+
+def write_config(directory: Path, topology: str, **sections) -> Path:
+    """A deployment of a tiny model. `sections` replace those here."""
+    values = {
+        "threads": 1,
+        "kv": {"block_size": 8, "pool_tokens": 4096},
+        "model": {"dtype": "float32", "max_model_len": 512},
+        "topology": TOPOLOGIES[topology],
+        "prefill": {"chunk_tokens": 64},
+        **sections,
+    }
+    path = directory / f"{topology}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
 
 
 def free_port() -> int:

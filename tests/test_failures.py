@@ -7,36 +7,9 @@ import time
 import pytest
 
 from engine.protocol import Peers
-from tests import cluster as topologies
-from tests.cluster import Cluster, make_config, make_request, run_alone
+from tests.cluster import TOPOLOGIES, make_request, run_alone
 
-TOPOLOGIES = {
-    **topologies.TOPOLOGIES,
-    "shm-2d": {"prefill_workers": 1, "decode_workers": 2, "channel": "shm", "local_prefill_max_tokens": 0},
-    "shm-unlimited": {"prefill_workers": 1, "channel": "shm", "local_prefill_max_tokens": "unlimited"},
-    "shm-2d-conditional": {"prefill_workers": 1, "decode_workers": 2, "channel": "shm", "local_prefill_max_tokens": 9},
-}
 BLOCK = 4
-
-
-@pytest.fixture(autouse=True)
-def more_topologies(monkeypatch):
-    monkeypatch.setattr(topologies, "TOPOLOGIES", TOPOLOGIES)
-
-
-@pytest.fixture
-def start(tiny_model):
-    """start(topology, **config) -> a cluster that is closed, with whole pools, when the test ends."""
-    clusters = []
-
-    def start(topology: str, **config) -> Cluster:
-        clusters.append(Cluster(str(tiny_model("qwen3")), make_config(topology, block_size=BLOCK, **config)))
-        return clusters[-1]
-
-    yield start
-    for cluster in clusters:
-        cluster.check_whole()
-        cluster.close()
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:
@@ -46,8 +19,8 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("num_output", [1, 2, 24, 31])
-def test_a_request_exactly_as_large_as_the_pool_is_served(start, topology, num_output):
-    cluster = start(topology, pool_tokens=32)
+def test_a_request_exactly_as_large_as_the_pool_is_served(start_cluster, topology, num_output):
+    cluster = start_cluster(topology, pool_tokens=32)
     assert {worker.model.max_model_len for worker in cluster.decode} == {32}
     request = make_request("r", prompt_of(32 - num_output), max_tokens=num_output)
     for _ in range(2):
@@ -59,9 +32,9 @@ def test_a_request_exactly_as_large_as_the_pool_is_served(start, topology, num_o
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_request_that_began_like_another_may_still_fill_the_pool(start, topology):
+def test_a_request_that_began_like_another_may_still_fill_the_pool(start_cluster, topology):
     """Computed at once, its first block is a private copy of the other's, which its second keeps from being evicted."""
-    cluster = start(topology, pool_tokens=32)
+    cluster = start_cluster(topology, pool_tokens=32)
     prompt = prompt_of(9)
     requests = [
         make_request("short", prompt[:BLOCK] + [7], max_tokens=5),
@@ -76,8 +49,8 @@ def test_a_request_that_began_like_another_may_still_fill_the_pool(start, topolo
 
 
 @pytest.mark.parametrize("topology", ["shm-2d", "shm-2d-conditional"])
-def test_decode_workers_that_exhaust_a_shared_pool_together_both_finish(start, topology):
-    cluster = start(topology, pool_tokens=48)
+def test_decode_workers_that_exhaust_a_shared_pool_together_both_finish(start_cluster, topology):
+    cluster = start_cluster(topology, pool_tokens=48)
     requests = [make_request(f"r{i}", prompt_of(8, i), max_tokens=40) for i in range(6)]
     for index, request in enumerate(requests):
         cluster.submit(request, decode=index % 2)
@@ -87,8 +60,8 @@ def test_decode_workers_that_exhaust_a_shared_pool_together_both_finish(start, t
         assert cluster.tokens(request.request_id) == run_alone(cluster.model_dir, request, block_size=BLOCK)
 
 
-def test_a_request_goes_on_at_another_prefill_worker_when_the_chosen_one_has_left_for_good(start):
-    cluster = start("tcp-2p2d")
+def test_a_request_goes_on_at_another_prefill_worker_when_the_chosen_one_has_left_for_good(start_cluster):
+    cluster = start_cluster("tcp-2p2d")
     gone, stays = cluster.prefill
     request = make_request("r", prompt_of(20), max_tokens=12)
     cluster.submit(request, prefill=0)
@@ -102,8 +75,8 @@ def test_a_request_goes_on_at_another_prefill_worker_when_the_chosen_one_has_lef
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_workers_count_each_prefill_and_its_cached_tokens_once(start, topology):
-    cluster = start(topology)
+def test_workers_count_each_prefill_and_its_cached_tokens_once(start_cluster, topology):
+    cluster = start_cluster(topology)
     for attempt in range(2):
         cluster.submit(make_request(f"r{attempt}", prompt_of(21), max_tokens=1))
         cluster.run()
@@ -114,8 +87,8 @@ def test_workers_count_each_prefill_and_its_cached_tokens_once(start, topology):
     assert sum(engine.counters["prefill_cached_tokens_total"] for engine in engines) == 20
 
 
-def test_the_prefill_workers_lease_time_counts_whatever_the_decode_worker_is_configured_for(start):
-    cluster = start("shm", lease_s=30.0)
+def test_the_prefill_workers_lease_time_counts_whatever_the_decode_worker_is_configured_for(start_cluster):
+    cluster = start_cluster("shm", lease_s=30.0)
     prefill, [decode] = cluster.prefill[0], cluster.decode
     prefill.welcome.lease_s = 2.0
     cluster.restart_decode()
@@ -128,8 +101,8 @@ def test_the_prefill_workers_lease_time_counts_whatever_the_decode_worker_is_con
 
 
 @pytest.mark.parametrize("topology", ["shm", "shm-2d", "shm-conditional"])
-def test_what_a_frozen_decode_worker_may_still_write_is_nobody_elses_until_it_lets_go(start, topology):
-    cluster = start(topology)
+def test_what_a_frozen_decode_worker_may_still_write_is_nobody_elses_until_it_lets_go(start_cluster, topology):
+    cluster = start_cluster(topology)
     prefill, frozen = cluster.prefill[0], cluster.decode[0]
     request = make_request("r", prompt_of(20), max_tokens=30)
     cluster.submit(request)

@@ -5,12 +5,11 @@ and no worker dies of one. tests/router/api/test_fuzz.py does the same in more d
 import httpx
 import pytest
 import schemathesis
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from tests.server import Server
+from tests.server import Server, write_config
 
 PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
 EXAMPLES = 12
@@ -19,15 +18,7 @@ EXAMPLES = 12
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("fuzz")
-    values = {
-        "threads": 1,
-        "kv": {"block_size": 8, "pool_tokens": 1024},
-        "model": {"dtype": "float32", "max_model_len": 128},
-        "topology": {"prefill_workers": 1, "channel": "tcp", "local_prefill_max_tokens": 0},
-        "prefill": {"chunk_tokens": 32},
-    }
-    config = directory / "fuzz.yaml"
-    config.write_text(yaml.safe_dump(values))
+    config = write_config(directory, "tcp", model={"dtype": "float32", "max_model_len": 128})
     with Server(config, tiny_model("qwen3"), directory / "log") as server:
         workers = server.worker_pids("prefill") + server.worker_pids("decode")
         yield server

@@ -5,24 +5,9 @@ import random
 import pytest
 import torch
 
-from tests.cluster import TOPOLOGIES, Cluster, make_config, make_request, run_alone
+from tests.cluster import TOPOLOGIES, Cluster, make_request, run_alone
 
 SPLIT = [name for name, topology in TOPOLOGIES.items() if topology.get("local_prefill_max_tokens") == 0]
-
-
-@pytest.fixture
-def start(tiny_model):
-    """start(topology, **config) -> a cluster that is closed, with whole pools, when the test ends."""
-    clusters = []
-
-    def start(topology: str, **config) -> Cluster:
-        clusters.append(Cluster(str(tiny_model("qwen3")), make_config(topology, **config)))
-        return clusters[-1]
-
-    yield start
-    for cluster in clusters:
-        cluster.check_whole()
-        cluster.close()
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:
@@ -37,8 +22,8 @@ def prefill_counter(cluster: Cluster, name: str) -> int:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_prompt_that_nobody_waits_for_is_not_prefilled_to_its_end(start, topology):
-    cluster = start(topology, chunk_tokens=1)
+def test_a_prompt_that_nobody_waits_for_is_not_prefilled_to_its_end(start_cluster, topology):
+    cluster = start_cluster(topology, chunk_tokens=1)
     cluster.submit(make_request("r", prompt_of(120)))
     cluster.step_until(lambda: prefill_counter(cluster, "prefill_tokens_total") > 3)
     cluster.abort("r")
@@ -51,8 +36,8 @@ def test_a_prompt_that_nobody_waits_for_is_not_prefilled_to_its_end(start, topol
 
 
 @pytest.mark.parametrize("topology", SPLIT)
-def test_no_prompt_is_prefilled_before_decode_has_a_slot_for_it(start, topology):
-    cluster = start(topology, max_running=2)
+def test_no_prompt_is_prefilled_before_decode_has_a_slot_for_it(start_cluster, topology):
+    cluster = start_cluster(topology, max_running=2)
     names = [f"r{index}" for index in range(7)]
     for index, name in enumerate(names):
         cluster.submit(make_request(name, prompt_of(20, index), max_tokens=5 + index))
@@ -64,8 +49,8 @@ def test_no_prompt_is_prefilled_before_decode_has_a_slot_for_it(start, topology)
 
 
 @pytest.mark.parametrize("topology", SPLIT)
-def test_a_prefill_that_fails_gives_the_decode_side_its_slot_back(start, topology, monkeypatch):
-    cluster = start(topology, max_running=1)
+def test_a_prefill_that_fails_gives_the_decode_side_its_slot_back(start_cluster, topology, monkeypatch):
+    cluster = start_cluster(topology, max_running=1)
     runner = cluster.prefill[0].runner
     compute = runner.run
     monkeypatch.setattr(runner, "run", lambda *args, **options: torch.full_like(compute(*args, **options), torch.nan))
@@ -81,8 +66,8 @@ def test_a_prefill_that_fails_gives_the_decode_side_its_slot_back(start, topolog
 
 
 @pytest.mark.parametrize("topology", ["shm", "tcp"])
-def test_a_silent_decode_worker_holds_nothing_past_its_lease_but_what_it_may_be_writing(start, topology):
-    cluster = start(topology, lease_s=1.0)
+def test_a_silent_decode_worker_holds_nothing_past_its_lease_but_what_it_may_be_writing(start_cluster, topology):
+    cluster = start_cluster(topology, lease_s=1.0)
     [prefill], [decode] = cluster.prefill, cluster.decode
     request = make_request("r", prompt_of(20), max_tokens=6)
     cluster.submit(request)

@@ -13,31 +13,10 @@ import httpx
 import pytest
 import torch
 import transformers
-import yaml
 
-from tests.server import Server
+from tests.server import TOPOLOGIES, Server, write_config
 
-TOPOLOGIES = {
-    "colocated": {},
-    "shm": {"prefill_workers": 1, "channel": "shm", "local_prefill_max_tokens": 0},
-    "tcp": {"prefill_workers": 1, "channel": "tcp", "local_prefill_max_tokens": 0},
-    "2p2d-tcp": {"prefill_workers": 2, "decode_workers": 2, "channel": "tcp", "local_prefill_max_tokens": 0},
-}
 PROMPT = [random.Random(2).randrange(4, 500) for _ in range(45)]
-
-
-def write_config(directory: Path, topology: str, **sections) -> Path:
-    values = {
-        "threads": 1,
-        "kv": {"block_size": 8, "pool_tokens": 4096},
-        "model": {"dtype": "float32", "max_model_len": 512},
-        "topology": TOPOLOGIES[topology],
-        "prefill": {"chunk_tokens": 64},
-        **sections,
-    }
-    path = directory / f"{topology}.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
 
 
 @pytest.fixture

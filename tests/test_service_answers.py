@@ -7,9 +7,8 @@ import signal
 
 import httpx
 import pytest
-import yaml
 
-from tests.server import Server
+from tests.server import Server, write_config
 
 PROMPT = [random.Random(4).randrange(4, 500) for _ in range(45)]
 
@@ -17,15 +16,8 @@ PROMPT = [random.Random(4).randrange(4, 500) for _ in range(45)]
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("answers")
-    values = {
-        "threads": 1,
-        "kv": {"block_size": 8, "pool_tokens": 4096},
-        "model": {"dtype": "float32", "max_model_len": 256},
-        "topology": {"prefill_workers": 1, "channel": "tcp", "local_prefill_max_tokens": 0},
-        "prefill": {"chunk_tokens": 16},
-    }
-    config = directory / "answers.yaml"
-    config.write_text(yaml.safe_dump(values))
+    sections = {"model": {"dtype": "float32", "max_model_len": 256}, "prefill": {"chunk_tokens": 16}}
+    config = write_config(directory, "tcp", **sections)
     with Server(config, tiny_model("qwen3"), directory / "log") as server:
         yield server
 
