@@ -2,9 +2,10 @@
 
     python3 -m bench.cpu_engine --model models/smollm2-135m-instruct --json build/cpu_engine.json
 
-Both sides run in processes of their own, each with the settings it has in real use, and take turns, so that a machine
-that slows down slows both. transformers generates the batch's sequences one after the other; tokens per second of both
-sides count everything from prompt to last token. Ends with status 1 when a limit is missed or the greedy tokens differ.
+Both sides run in processes of their own, with the same threads and the same OpenMP settings, and take turns, so that a
+machine that slows down slows both. transformers generates the batch's sequences one after the other; tokens per second
+of both sides count everything from prompt to last token. Ends with status 1 when a limit is missed or the greedy tokens
+differ.
 """
 
 import argparse
@@ -112,10 +113,10 @@ class Transformers:
 
 def serve(make_side: Callable[[Settings], Side], settings: Settings, connection: Connection) -> None:
     """Body of a side's process: answers (method, arguments) with (seconds, result) until None comes."""
+    side = make_side(settings)
     import torch
 
     torch.set_num_threads(settings.threads)
-    side = make_side(settings)
     connection.send("ready")
     while (request := connection.recv()) is not None:
         method, arguments = request
@@ -134,15 +135,23 @@ class Process:
         )
         self.process.start()
         theirs.close()
-        self.connection.recv()
+        self.receive()
 
     def timed(self, method: str, *arguments: Any) -> tuple[float, Any]:
         self.connection.send((method, arguments))
-        return self.connection.recv()
+        return self.receive()
+
+    def receive(self) -> Any:
+        try:
+            return self.connection.recv()
+        except EOFError:
+            self.process.join()
+            raise SystemExit(f"a side's process ended with code {self.process.exitcode}; its error is above") from None
 
     def close(self) -> None:
-        self.connection.send(None)
-        self.process.join()
+        if self.process.is_alive():
+            self.connection.send(None)
+            self.process.join()
 
 
 @dataclass
@@ -165,6 +174,7 @@ def compare(settings: Settings) -> list[Comparison]:
     long_prompt = rng.choices(draw, k=settings.prefill_tokens)
     prompts = [rng.choices(draw, k=settings.prompt_tokens) for _ in range(settings.batch)]
     say(f"loading {settings.model} on both sides, {settings.threads} threads")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as engine/__init__.py does; the processes inherit it
     engine, reference = Process(Engine, settings), Process(Transformers, settings)
     try:
         prefill = measure("prefill", engine, reference, settings.repeats, "prefill", long_prompt)
@@ -216,15 +226,24 @@ def report(comparisons: list[Comparison]) -> None:
         print(f"    same greedy tokens: {'yes' if comparison.same_tokens else 'NO'}")
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m bench.cpu_engine", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="Hugging Face model directory")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side (%(default)s)")
-    parser.add_argument("--prefill-tokens", type=int, default=512, help="(%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences decoded together (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=32, help="of each sequence decoded (%(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=64, help="(%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="(%(default)s)")
+    parser.add_argument(
+        "--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of each side (%(default)s)"
+    )
+    parser.add_argument("--prefill-tokens", type=positive, default=512, help="(%(default)s)")
+    parser.add_argument("--batch", type=positive, default=8, help="sequences decoded together (%(default)s)")
+    parser.add_argument("--prompt-tokens", type=positive, default=32, help="of each sequence decoded (%(default)s)")
+    parser.add_argument("--output-tokens", type=positive, default=64, help="(%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=5, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="write the result here as well")
     arguments = vars(parser.parse_args(argv))
     record = arguments.pop("json")

@@ -47,7 +47,6 @@ async def serve(options: ServerOptions) -> int:
     fleet.listeners.append(announcer)
     for line in start_up_lines(options, control_address, [spec.name for spec in specs]):
         log(line)
-    stop = _stop_signal(supervisor)
     supervisor.start()
     http = _Http(options, dispatcher, http_socket)
     try:
