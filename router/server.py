@@ -45,6 +45,7 @@ async def serve(options: ServerOptions) -> int:
     dispatcher = Dispatcher(fleet, supervisor.expected)
     announcer = Announcer(supervisor, log)
     fleet.listeners.append(announcer)
+    stop = _stop_signal(supervisor)
     for line in start_up_lines(options, control_address, [spec.name for spec in specs]):
         log(line)
     supervisor.start()

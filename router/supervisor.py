@@ -38,7 +38,11 @@ def worker_specs(config: DeploymentConfig, config_file: str, model_dir: str, rou
     """The workers of a deployment: p0, p1, ... and d0, d1, ..."""
     topology = config.topology
     roles: list[tuple[Role, int]] = [("prefill", topology.prefill_workers), ("decode", topology.decode_workers)]
-    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(config.worker_threads)}
+    environment = {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(config.worker_threads),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),  # see engine/__init__.py
+    }
     specs = []
     for role, count in roles:
         for index in range(count):
