@@ -7,21 +7,33 @@ from typing import Any
 import jinja2
 
 from bench.replay.charts import draw_charts
-from bench.replay.report import COLUMNS, Result, class_row, level_line
+from bench.replay.report import COLUMNS, Result, agreement_line, class_row, level_line, miss_rows, shown
 
 TEMPLATES = Path(__file__).resolve().parent
 
 
 def html_page(result: Result) -> str:
+    assert result.facts is not None and result.server is not None
     rows, remarks = [], list(result.notes)
     for level in result.levels:
-        rows += [class_row(level.offered_qps, entry) for entry in level.classes]
-        remarks += [f"{level.offered_qps:g} QPS: {warning}" for warning in level.warnings]
-        remarks += [f"{level.offered_qps:g} QPS: {count} failed: {error}" for error, count in level.errors.items()]
+        rows += [class_row(level.label, entry) for entry in level.classes]
+        remarks += [f"{level.label}: {warning}" for warning in level.warnings]
+        remarks += [f"{level.label}: {count} failed: {error}" for error, count in level.errors.items()]
     try:
         charts = draw_charts(result)
     except ImportError:
         charts = []
+    misses = [
+        (*row, str(cause.example.position), shown(cause.example.text), shown(cause.example.other_text))
+        for level in result.levels
+        for row, cause in zip(miss_rows(level), level.misses)
+    ]
+    facts = {
+        "run": asdict(result.facts),
+        "server": asdict(result.server),
+        "workload": asdict(result.workload) if result.workload else {},
+        "trace": asdict(result.trace) if result.trace else {},
+    }
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -29,12 +41,12 @@ def html_page(result: Result) -> str:
         result=result,
         columns=COLUMNS,
         rows=rows,
+        agreements=[agreement_line(level.label, level.agreement) for level in result.levels if level.agreement],
         verdicts=[(level_line(level, result.slo), level.passed) for level in result.levels],
+        misses=misses,
         remarks=remarks,
         charts=charts,
-        facts=flatten(
-            {"run": asdict(result.facts), "server": asdict(result.server), "workload": asdict(result.workload)}
-        ),
+        facts=flatten(facts),
     )
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bench.replay.client import RawResponse
+from bench.replay.misses import Miss
+from bench.replay.plan import Phase, PlannedRequest
 from bench.replay.server import one_line
 from bench.replay.transport import decode_http
-from bench.replay.workload import Phase, PlannedRequest
 
 Outcome = Literal["ok", "failed", "timeout"]
 
@@ -23,6 +24,7 @@ class RequestRecord:
     output_tokens  the server's own count where it gives one
     cached_tokens  prompt tokens the server says it did not compute; None: it says nothing
     usage          the server's own account, as sent
+    oracle_tokens  what an infinite cache would have held of the prompt; miss: why the server held less, or no more
     """
 
     index: int
@@ -42,10 +44,20 @@ class RequestRecord:
     token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
+    turn: int = 0
+    oracle_tokens: int | None = None
+    miss: Miss | None = None
 
     @property
     def send_lag_ms(self) -> float:
         return (self.sent_s - self.scheduled_s) * 1e3
+
+    @property
+    def worker(self) -> str:
+        """The worker that prefilled the prompt, "" where the server does not say."""
+        prefills = self.usage.get("prefill")
+        first = prefills[0] if isinstance(prefills, list) and prefills else {}
+        return str(first.get("worker") or "") if isinstance(first, dict) else ""
 
 
 @dataclass
@@ -73,11 +85,9 @@ class Completion:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
 
-def read_response(
-    request: PlannedRequest, raw: RawResponse, output_tokens: int, length_is_forced: bool
-) -> RequestRecord:
+def read_response(request: PlannedRequest, raw: RawResponse, length_is_forced: bool) -> RequestRecord:
     """The record of a request. With `length_is_forced` (the server took ignore_eos), an answer of any other length than
-    `output_tokens` is a failure; so are a missing finish reason and counts that disagree."""
+    planned is a failure; so are a missing finish reason, counts that disagree and tokens that are none."""
     completion, answer = Completion(), decode_http(raw.chunks)
     error = raw.failure
     if answer.status == 200:
@@ -95,7 +105,7 @@ def read_response(
         error
         or completion.error
         or answer.error
-        or incompleteness(completion, num_tokens, output_tokens, length_is_forced)
+        or incompleteness(completion, num_tokens, request.output_tokens, length_is_forced)
     )
     cached = (completion.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return RequestRecord(
@@ -116,6 +126,7 @@ def read_response(
         token_ids=completion.token_ids,
         token_times_s=times,
         usage=completion.usage,
+        turn=request.turn,
     )
 
 
@@ -123,6 +134,8 @@ def incompleteness(completion: Completion, num_tokens: int, output_tokens: int, 
     """Why a stream that ended without an error is still no complete answer; "" when it is one."""
     if completion.finish_reason is None:
         return "the stream ended without a finish reason"
+    if any(not isinstance(token_id, int) or token_id < 0 for token_id in completion.token_ids):
+        return "token_ids holds something that is no token id"
     if completion.token_ids and len(completion.token_ids) != num_tokens:
         return f"the server counted {num_tokens} tokens and sent {len(completion.token_ids)}"
     if length_is_forced and num_tokens != output_tokens:

@@ -1,4 +1,5 @@
-"""What the replay asks an OpenAI-compatible server besides generation: what it is, token ids, a cache flush."""
+"""What the replay asks an OpenAI-compatible server besides generation: what it is, token ids and text, its counters,
+the block size of its cache, a cache flush."""
 
 import json
 import os
@@ -8,12 +9,14 @@ from typing import Any
 
 import httpx
 
+from bench.replay.plan import Tokenize
 from bench.replay.transport import Endpoint
-from bench.replay.workload import Tokenize
 
 OPTIONAL_PARAMETERS = ("stream_options", "ignore_eos", "min_tokens", "return_token_ids")
 """Request fields that a server may refuse. Without them a run is possible, with less known about it."""
 CONTROL_TIMEOUT_S = 60.0
+PROBE_TOKENS = 512
+PROBE_TRIES = 3
 
 
 class ServerError(RuntimeError):
@@ -22,7 +25,8 @@ class ServerError(RuntimeError):
 
 @dataclass
 class ServerFacts:
-    """What a server says of itself. `version` and `models` are its own answers (None where it has no such route)."""
+    """What a server says of itself. `version` and `models` are its own answers (None where it has no such route).
+    `block_size`: tokens in a block of its prefix cache, found by asking for the same prompt twice; None: not found."""
 
     url: str
     model: str
@@ -30,6 +34,7 @@ class ServerFacts:
     version: Any
     models: Any
     accepted_parameters: list[str] = field(default_factory=list)
+    block_size: int | None = None
 
 
 class Server:
@@ -76,6 +81,44 @@ class Server:
             return answer["tokens"]
 
         return tokenize
+
+    async def tokenize_messages(self, model: str, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of messages as the server's chat template renders them. Raises ServerError."""
+        answer = await self._json("POST", "/tokenize", {"model": model, "messages": messages})
+        if answer is None or "tokens" not in answer:
+            raise ServerError(f"{self.url} has no /tokenize for messages; capture prompts as text instead")
+        return answer["tokens"]
+
+    async def detokenize(self, model: str, token_ids: list[int]) -> str | None:
+        """The text of token ids; None when the server has no /detokenize."""
+        answer = await self._json("POST", "/detokenize", {"model": model, "tokens": token_ids})
+        return answer.get("prompt") if isinstance(answer, dict) else None
+
+    async def cache_block_size(self, model: str, token_ids: list[int]) -> int | None:
+        """Tokens in a block of the server's prefix cache: of a prompt of n blocks that was there before, all but the
+        last block is found, since its last token must be computed. None when nothing is found, or reported.
+
+        `token_ids` hold PROBE_TOKENS or fewer, a multiple of any block size to be recognized.
+        """
+        body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 0}
+        for _ in range(PROBE_TRIES):  # the first fills the cache; with several workers so may the second
+            response = await self._request("POST", "/v1/completions", body)
+            if response.status_code != 200:
+                return None
+            details = (response.json().get("usage") or {}).get("prompt_tokens_details") or {}
+            cached = details.get("cached_tokens") or 0
+            size = len(token_ids) - cached
+            if cached and len(token_ids) % size == 0:
+                return size
+        return None
+
+    async def counters(self) -> dict[str, float]:
+        """Samples of /metrics that only rise, by name and labels; {} where there is no such route."""
+        try:
+            response = await self.http.get("/metrics")
+        except httpx.HTTPError:
+            return {}
+        return parse_counters(response.text) if response.status_code == 200 else {}
 
     async def flush_cache(self) -> None:
         """Empty the prefix cache, so that the next level starts cold. Raises ServerError."""
@@ -124,6 +167,26 @@ class Server:
             return response.text
 
 
+def parse_counters(text: str) -> dict[str, float]:
+    """Counters, and the sums and counts of histograms, in Prometheus text format; buckets are left out."""
+    found = {}
+    for line in text.splitlines():
+        sample, _, value = line.rpartition(" ")
+        name = sample.partition("{")[0]
+        if not line.startswith("#") and name.endswith(("_total", "_sum", "_count")):
+            try:
+                found[sample] = float(value)
+            except ValueError:
+                continue
+    return found
+
+
+def counters_between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What rose, by how much."""
+    risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return {name: value for name, value in risen.items() if value}
+
+
 def plain_body(model: str, prompt_token_ids: list[int], output_tokens: int) -> dict[str, Any]:
     return {
         "model": model,
@@ -152,17 +215,21 @@ def request_body(model: str, prompt_token_ids: list[int], output_tokens: int, ac
 
 def directory_tokenizer(directory: str) -> Tokenize:
     """Token ids from a model directory's tokenizer.json, for servers without /tokenize. Raises ServerError."""
-    from tokenizers import Tokenizer
-
-    path = Path(directory) / "tokenizer.json"
-    if not path.is_file():
-        raise ServerError(f"--tokenizer {directory}: it holds no tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = load_tokenizer(directory)
 
     async def tokenize(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
     return tokenize
+
+
+def load_tokenizer(directory: str) -> Any:
+    from tokenizers import Tokenizer
+
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise ServerError(f"--tokenizer {directory}: it holds no tokenizer.json")
+    return Tokenizer.from_file(str(path))
 
 
 def one_line(text: str, limit: int = 200) -> str:

@@ -12,7 +12,9 @@ from bench.replay.__main__ import main
 from bench.replay.server import OPTIONAL_PARAMETERS
 from tests.bench.mock_server import Behaviour, mock_server
 
-SIZES = "--prefix-tokens 64 --new-tokens 16 --output-tokens 8 --requests 12 --warmup-gap-s 0.02".split()
+SIZES = (
+    "--prefix-tokens 64 --new-tokens 16 --output-tokens 8 --requests 12 --warmup-gap-s 0.02 --code generated".split()
+)
 
 
 def replay(tmp_path: Path, behaviour: Behaviour, *options: str) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
@@ -117,7 +119,7 @@ def test_a_parameter_the_server_refuses_is_left_out_and_said(tmp_path: Path, ref
     assert all(refused not in body for body in behaviour.bodies)
     assert all(other in body for body in behaviour.bodies for other in OPTIONAL_PARAMETERS if other != refused)
     assert record["server"]["accepted_parameters"] == [name for name in OPTIONAL_PARAMETERS if name != refused]
-    assert len(record["notes"]) == 1 and refused in record["notes"][0]
+    assert [refused in note for note in record["notes"] if "refuses" in note] == [True]
 
 
 def test_each_level_starts_with_a_flush_when_asked(tmp_path: Path):
@@ -138,6 +140,7 @@ def test_the_record_says_how_it_was_made(tmp_path: Path):
         "requests": 12,
         "warmup_gap_s": 0.02,
         "seed": 5,
+        "code": "generated",
     }
     assert record["server"]["version"] == {"version": "0-mock"}
     assert record["server"]["models"]["data"][0]["id"] == "mock"
@@ -149,7 +152,7 @@ def test_the_page_stands_alone(tmp_path: Path, charts):
     replay(tmp_path, Behaviour(fail=frozenset({9})), "--qps", "20", "40")
     page = (tmp_path / "result.html").read_text()
     sources = re.findall(r'(?:src|href)="([^"]{0,30})', page)
-    assert len(sources) == 6  # four charts over the levels, a timeline of each
+    assert len(sources) == 7  # five charts over the levels, a timeline of each
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
     assert "<script" not in page and "@import" not in page and "url(" not in page
     assert "no room today" in page
@@ -185,7 +188,19 @@ def test_an_unreachable_server_is_an_error_of_one_line(capsys):
     assert "is it up?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--qps", "0"], ["--qps", "2", "2"], ["--slo-ttft-ms", "-1"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--qps", "0"],
+        ["--qps", "2", "2"],
+        ["--slo-ttft-ms", "-1"],
+        ["--qps", "2", "--concurrency", "2"],
+        ["--qps", "2", "--trace", "x.json"],
+        ["--speed", "2"],
+        ["--concurrency", "0"],
+        ["--think-s", "-1"],
+    ],
+)
 def test_options_that_make_no_sense_are_refused(options: list[str]):
     with pytest.raises(SystemExit) as stop:
         main(options)

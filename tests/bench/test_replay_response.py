@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.replay.client import RawResponse
+from bench.replay.plan import PlannedRequest
 from bench.replay.response import RequestRecord, read_response, sse_events
 from bench.replay.transport import decode_http
-from bench.replay.workload import PlannedRequest
 
-REQUEST = PlannedRequest(index=9, session=1, phase="measured", arrival_s=10.0, prompt_token_ids=[1] * 80)
+REQUEST = PlannedRequest(
+    index=9, session=1, phase="measured", arrival_s=10.0, prompt_token_ids=[1] * 80, output_tokens=4, turn=1
+)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 
@@ -38,7 +41,7 @@ def usage(completion_tokens: int, cached_tokens: int | None) -> bytes:
 
 def read(*pieces: tuple[float, bytes], output_tokens: int = 4, forced: bool = True, **raw: Any) -> RequestRecord:
     response = RawResponse(index=9, scheduled=10.0, sent=10.5, ended=20.0, chunks=list(pieces), **raw)
-    return read_response(REQUEST, response, output_tokens, forced)
+    return read_response(replace(REQUEST, output_tokens=output_tokens), response, forced)
 
 
 WHOLE = (
@@ -88,6 +91,7 @@ def test_without_token_ids_pieces_of_text_are_timed_and_usage_counts():
         (((11.0, HEAD + tokens(5, 6, 7, 8) + usage(4, 0) + END),), "without a finish reason"),
         (((11.0, HEAD + tokens(5, 6, finish="stop") + usage(2, 0) + END),), "2 tokens instead of 4"),
         (((11.0, HEAD + tokens(5, 6, 7, finish="length") + usage(4, 0) + END),), "counted 4 tokens and sent 3"),
+        (((11.0, HEAD + tokens(5, -1, 7, 8, finish="length") + usage(4, 0) + END),), "no token id"),
         (((11.0, HEAD + tokens(5) + event({"error": {"message": "worker lost"}}) + END),), "worker lost"),
         (((11.0, HEAD + chunk(b"data: {nope\n\n") + END),), "malformed event"),
         (((11.0, HEAD + chunk(b"data: [1]\n\n") + END),), "malformed event"),

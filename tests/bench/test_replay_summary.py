@@ -2,11 +2,13 @@ from typing import Any
 
 import pytest
 
+from bench.replay.client import LevelRun
+from bench.replay.plan import Level
 from bench.replay.response import RequestRecord
 from bench.replay.summary import Slo, summarize_level
-from bench.replay.workload import Workload, phase_of
+from bench.replay.workload import phase_of
 
-WORKLOAD = Workload(prefix_tokens=64, new_tokens=16, output_tokens=3, requests=16)
+BLOCK = 16
 
 
 def record(index: int, **values: Any) -> RequestRecord:
@@ -26,13 +28,21 @@ def record(index: int, **values: Any) -> RequestRecord:
         "cached_tokens": 0 if index < 8 else 64,
         "output_tokens": 3,
         "token_times_s": [scheduled + 0.1, scheduled + 0.3, scheduled + 0.5],
+        "oracle_tokens": 0 if index < 8 else 64,
+        "turn": index // 8,
     }
     return RequestRecord(index=index, **(standard | values))
 
 
-def level(changed: dict[int, dict[str, Any]] | None = None, slo: Slo | None = None, loop_lag_ms: float = 0.0):
+def level(
+    changed: dict[int, dict[str, Any]] | None = None,
+    slo: Slo | None = None,
+    loop_lag_ms: float = 0.0,
+    client_cpu: float = 0.0,
+):
     records = [record(index, **(changed or {}).get(index, {})) for index in range(16)]
-    return summarize_level(1.0, records, slo or Slo(500.0, 250.0), [loop_lag_ms], WORKLOAD)
+    run = LevelRun([], 0.0, [loop_lag_ms], client_cpu)
+    return summarize_level(Level("1 QPS", [], offered_qps=1.0), records, slo or Slo(500.0, 250.0), run, BLOCK)
 
 
 FAILED = {"outcome": "failed", "error": "HTTP 503: full", "ttft_ms": None, "tpot_ms": None, "token_times_s": []}
@@ -105,9 +115,12 @@ def test_gaps_are_pooled_over_requests():
         ({}, 0.0, "p99 of 8 samples"),
         ({9: {"sent_s": 9.2}}, 0.0, "sent late (p99 200 ms)"),
         ({}, 35.0, "client was busy"),
-        ({0: {"cached_tokens": 64}}, 0.0, "1 warm-up requests hit the cache"),
-        ({9: {"cached_tokens": 16}, 12: {"cached_tokens": 0}}, 0.0, "2 measured requests missed their prefix"),
-        ({9: {"cached_tokens": 79}}, 0.0, "new input was already cached"),
+        ({0: {"cached_tokens": 64}}, 0.0, "1 requests found more in the cache"),
+        ({0: {"cached_tokens": 64, "oracle_tokens": 64}}, 0.0, "1 warm-up requests hit the cache"),
+        ({9: {"cached_tokens": 16}, 12: {"cached_tokens": 0}}, 0.0, "2 requests found less in the cache"),
+        ({index: {"cached_tokens": 0} for index in range(16)}, 0.0, "is its prefix cache on"),
+        ({9: {"cached_tokens": 80}}, 0.0, "1 requests found more in the cache"),
+        ({index: {"token_ids": [7] * 9} for index in range(16)}, 0.0, "16 of 16 answers repeat one token"),
         ({index: {"cached_tokens": None} for index in range(16)}, 0.0, "hit rate is unknown"),
     ],
 )
@@ -117,3 +130,29 @@ def test_a_reader_is_warned(changed: dict[int, dict[str, Any]], loop_lag_ms: flo
 
 def test_a_clean_level_warns_of_its_sample_count_alone():
     assert [warning[:6] for warning in level().warnings] == ["p99 of"]
+
+
+def test_a_client_that_used_its_core_is_named_as_the_bottleneck():
+    assert any("the client used 93% of its core" in warning for warning in level(client_cpu=0.93).warnings)
+
+
+def test_hits_are_summed_by_turn_beside_the_ideal():
+    turns = level({9: {"cached_tokens": 32}, 10: FAILED}).hits_by_turn
+    assert [(hits.turn, hits.requests, hits.cached_tokens, hits.oracle_tokens) for hits in turns] == [
+        (0, 8, 0, 0),
+        (1, 7, 6 * 64 + 32, 7 * 64),
+    ]
+
+
+def test_a_level_without_warm_up_has_one_class():
+    records = [record(index, phase="measured") for index in range(16)]
+    summary = summarize_level(Level("x", []), records, Slo(), LevelRun([], 0.0, []), BLOCK)
+    assert [entry.phase for entry in summary.classes] == ["measured"]
+    assert summary.measured.requests == 16
+
+
+def test_equal_outputs_have_equal_digests_and_others_do_not():
+    answers = {index: {"token_ids": [index, 1, 2]} for index in range(16)}
+    changed = answers | {15: {"token_ids": [15, 1, 3]}}
+    assert level(answers).outputs_sha256 == level(answers).outputs_sha256 != level(changed).outputs_sha256
+    assert level().outputs_sha256 == ""

@@ -1,12 +1,16 @@
 import ast
 import asyncio
 import hashlib
+import sysconfig
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from bench.replay.codegen import session_text, turn_text
-from bench.replay.workload import NUM_SESSIONS, Workload, WorkloadError, arrival_s, make_prefixes, plan_level
+from bench.replay.plan import WorkloadError
+from bench.replay.source_code import NUM_SESSIONS, STDLIB, session_source
+from bench.replay.workload import Workload, arrival_s, make_prefixes, plan_closed_level, plan_level
 
 SMALL = Workload(prefix_tokens=512, new_tokens=64, output_tokens=16, requests=40)
 
@@ -18,7 +22,7 @@ async def bytes_as_tokens(text: str) -> list[int]:
 def plan(workload: Workload, qps: float):
     async def make():
         prefixes = await make_prefixes(workload, bytes_as_tokens)
-        return prefixes, await plan_level(workload, qps, prefixes, bytes_as_tokens)
+        return prefixes, (await plan_level(workload, qps, prefixes, bytes_as_tokens)).requests
 
     return asyncio.run(make())
 
@@ -94,3 +98,40 @@ def test_generated_modules_are_valid_python(session: int):
 def test_impossible_sizes_are_refused_by_name(values: dict[str, int], named: str):
     with pytest.raises(WorkloadError, match=named):
         Workload(**values)
+
+
+def test_closed_loop_keeps_so_many_requests_running_after_the_warm_up():
+    async def make():
+        prefixes = await make_prefixes(SMALL, bytes_as_tokens)
+        return await plan_closed_level(SMALL, 3, 0.5, prefixes, bytes_as_tokens)
+
+    level = asyncio.run(make())
+    requests = level.requests
+    assert (level.concurrency, level.offered_qps) == (3, None)
+    assert [request.after for request in requests[:8]] == [()] * 8
+    assert [request.after for request in requests[8:11]] == [tuple(range(8))] * 3
+    assert [request.after for request in requests[11:14]] == [(8,), (9,), (10,)]
+    assert {request.think_s for request in requests[:11]} == {0.0}
+    assert {request.think_s for request in requests[11:]} == {0.5}
+    assert all(
+        request.prompt_token_ids[:512] == requests[request.session].prompt_token_ids[:512] for request in requests
+    )
+
+
+def test_prefixes_are_real_source_code_and_sessions_share_no_file():
+    texts = ["".join(islice(session_source(STDLIB, 0, session), 3)) for session in range(NUM_SESSIONS)]
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for text in texts:
+        head, name, code = text.partition("# file 0: ")[0], *text.partition("# file 0: ")[2].split("\n", 1)
+        assert code == (library / name).read_text(errors="replace")
+        assert head.splitlines()[0].endswith(" workspace")
+    assert len({text.partition("# file 0: ")[2].partition("\n")[0] for text in texts}) == NUM_SESSIONS
+
+
+def test_a_directory_of_ones_own_code_is_used_and_too_little_of_it_refused(tmp_path: Path):
+    for number in range(8):
+        (tmp_path / f"module_{number}.go").write_text(f"// file {number}\n" * 300)
+    assert "// file" in "".join(islice(session_source(str(tmp_path), 0, 5), 3))
+    (tmp_path / "module_7.go").unlink()
+    with pytest.raises(WorkloadError, match="holds 7 source files"):
+        session_source(str(tmp_path), 0, 5)
