@@ -9,6 +9,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 MODEL  := models/smollm2-135m-instruct
+# Builds of torch for CUDA bring the Triton they need; beside one for CPU it is installed for the kernels' tests.
+TRITON := triton==3.6.0
 # What `make lock` does not move.
 HELD   := torch==2.13.0 transformers==5.15.0
 
@@ -28,6 +30,7 @@ $(STAMP): requirements.lock
 	@$(PY) -m pip install --disable-pip-version-check --progress-bar off --requirement requirements.lock \
 	  2> $(VENV)/pip-errors.txt | awk '/^Collecting/ {print "    " $$2; fflush()} /^Installing/ {print "    installing"; fflush()}' \
 	  || { cat $(VENV)/pip-errors.txt >&2; exit 1; }
+	@$(PY) -c 'import triton' 2> /dev/null || $(PY) -m pip install --quiet --disable-pip-version-check $(TRITON)
 	@$(PY) -c 'import torch, transformers; print(f"    torch {torch.__version__}, transformers {transformers.__version__}")'
 	@touch $@
 

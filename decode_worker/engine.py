@@ -7,6 +7,9 @@
 The decode side reserves first, so prefilled KV always has a place to go. When blocks run out the youngest sequence is
 preempted: its blocks go back, and it is prefilled again with the tokens it already has. Draws depend on seed and
 position only, so nothing a client sees changes.
+
+With overlap the next step is launched before the last one's tokens are read: the runner keeps each sequence's last
+token in its slot. A sequence that a stop rule ends is then computed once more than needed, and that token is dropped.
 """
 
 import itertools
@@ -17,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from decode_worker.blocks import BlockSource, GrantedBlocks, OwnBlocks
 from engine.protocol import Failure, FailureCode, Outputs, Submit
 from engine.request import Request, SampledToken, Sequence, TokenDelta
-from engine.runner import ModelRunner, SequenceChunk
-from engine.sampling import sample
+from engine.runner import ModelRunner
+from engine.step import DecodeRow, Step
 from kv_transfer.channel import DecodeEnd
 from kv_transfer.handoff import CancelPrefill, Handoff, PrefillFailed, PrefillRequest, TransferDone, TransferKey
 from prefill_worker.engine import BROKEN_LOGITS
@@ -27,7 +30,8 @@ from prefill_worker.engine import BROKEN_LOGITS
 @dataclass(eq=False)
 class Entry:
     """One request inside the engine. `leg` numbers its prefills here, so that nothing of an earlier one can be
-    mistaken for the current one's; blocks and messages carry (request id, leg)."""
+    mistaken for the current one's; blocks and messages carry (request id, leg). `num_computed` counts positions whose KV
+    is there or being computed, `in_flight` the tokens being sampled."""
 
     request: Request
     sequence: Sequence
@@ -37,6 +41,8 @@ class Entry:
     source: BlockSource | None = None
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
+    slot: int = -1
+    in_flight: int = 0
     delivered: bool = False
 
     @property
@@ -71,12 +77,16 @@ class DecodeEngine:
         own: OwnBlocks | None,
         local: DecodeEnd | None,
         local_prefill_max_tokens: float,
+        overlap: bool = False,
     ):
         self.runner = runner
         self.max_running = max_running
         self.own = own
         self.local = local
         self.local_prefill_max_tokens = local_prefill_max_tokens if local is not None else -1
+        self.overlap = overlap
+        self.free_slots = list(range(max_running - 1, -1, -1))
+        self._launched: tuple[Step, list[tuple[Entry, int]]] | None = None
         self.peers: dict[str, PrefillPeer] = {}
         self.waiting: list[Entry] = []
         self.prefilling: dict[TransferKey, Entry] = {}
@@ -123,7 +133,7 @@ class DecodeEngine:
         granted = None
         if end.pool is not None:
             granted = GrantedBlocks(end)
-            self.runner.pool = end.pool
+            self.runner.use_pool(end.pool)
         self.peers[name] = PrefillPeer(end, granted)
 
     def remove_peer(self, name: str, reason: str) -> None:
@@ -167,6 +177,8 @@ class DecodeEngine:
             self.own.commit(entry.key, entry.sequence.token_ids, entry.num_computed, entry.request.cache_salt)
         self._deliver(entry, handoff.first_token, handoff)
         if entry.sequence.finish_reason is None:
+            entry.slot = self.free_slots.pop()
+            self.runner.join(entry.slot, entry.sequence, entry.block_table)
             insort(self.running, entry, key=lambda running: running.age)
 
     def prefill_failed(self, message: PrefillFailed) -> None:
@@ -191,28 +203,40 @@ class DecodeEngine:
                 return
 
     def step(self) -> bool:
-        """One token for each running sequence that has room for it. Returns whether any ran."""
+        """One token for each running sequence that has room for it. Returns whether any was launched or read."""
         self._drop_overdue()
         batch = self._make_room()
         for peer in self.peers.values():
             if peer.granted is not None:
                 peer.granted.restock(sum(entry.source is peer.granted for entry in self.running))
-        if not batch:
-            return False
-        chunks = [
-            SequenceChunk([entry.sequence.output_token_ids[-1]], entry.num_computed, entry.block_table)
-            for entry in batch
-        ]
-        logits = self.runner.run(chunks)
-        tokens = sample(logits, [entry.sequence for entry in batch])
-        self.counters["decode_steps_total"] += 1
-        for entry, token in zip(batch, tokens):
+        before, self._launched = self._launched, self._launch(batch) if batch else None
+        if before is not None:
+            self._collect(*before)
+        if self._launched is not None and not self.overlap:
+            launched, self._launched = self._launched, None
+            self._collect(*launched)
+        return bool(batch) or before is not None
+
+    def _launch(self, batch: list[Entry]) -> tuple[Step, list[tuple[Entry, int]]]:
+        rows = []
+        for entry in batch:
+            num_outputs = len(entry.sequence.output_token_ids) + entry.in_flight
+            rows.append(DecodeRow(entry.slot, entry.sequence, entry.num_computed, num_outputs, entry.block_table))
             entry.num_computed += 1
+            entry.in_flight += 1
+        self.counters["decode_steps_total"] += 1
+        return self.runner.decode(rows), [(entry, entry.leg) for entry in batch]
+
+    def _collect(self, step: Step, batch: list[tuple[Entry, int]]) -> None:
+        """Tokens of sequences that have left the batch since are dropped."""
+        for (entry, leg), token in zip(batch, step.wait()):
+            if entry.leg != leg or entry.slot < 0:
+                continue
+            entry.in_flight -= 1
             if token is None:
                 self._fail(entry, "internal", BROKEN_LOGITS)
             else:
                 self._deliver(entry, token, None)
-        return True
 
     # one leg: reserve, prefill, adopt
 
@@ -329,6 +353,9 @@ class DecodeEngine:
         block_size = self.runner.layout.block_size
         batch = []
         for entry in list(self.running):
+            most = entry.request.sampling.max_tokens
+            if len(entry.sequence.output_token_ids) + entry.in_flight >= most:
+                continue  # its last token is on its way
             while entry in self.running:
                 if entry.num_computed < len(entry.block_table) * block_size:
                     batch.append(entry)
@@ -358,6 +385,8 @@ class DecodeEngine:
             self.waiting.remove(entry)
         if entry in self.running:
             self.running.remove(entry)
+            self.runner.leave(entry.slot)
+            self.free_slots.append(entry.slot)
         if self.prefilling.pop(entry.key, None) is not None and entry.end is not None:
             entry.end.send(CancelPrefill(entry.key))
             entry.end.forget(entry.key)
@@ -367,6 +396,7 @@ class DecodeEngine:
                 entry.key, entry.block_table, entry.sequence.token_ids, entry.num_computed, entry.request.cache_salt
             )
         entry.end, entry.source, entry.block_table, entry.num_computed = None, None, [], 0
+        entry.slot, entry.in_flight = -1, 0
 
     def _end(self, entry: Entry) -> None:
         """The one way out: finished, aborted or failed. Idempotent."""

@@ -5,11 +5,12 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from decode_worker.blocks import OwnBlocks
 from decode_worker.engine import DecodeEngine
+from decode_worker.pace import Pace
 from engine.config import SHARED_POOL_CHANNELS
 from engine.kv_cache import KVCache
 from engine.kv_pool import KVPool
@@ -19,6 +20,7 @@ from engine.worker import Worker, WorkerArguments, load_runner
 from kv_transfer.channel import ChannelClosed, ChannelError, DecodeEnd, PrefillEnd
 from kv_transfer.channels import get_channel
 from kv_transfer.channels.local import local_pair
+from kv_transfer.choose import resolve_channel
 from kv_transfer.handoff import (
     CancelPrefill,
     GrantBlocks,
@@ -68,25 +70,30 @@ class DecodeWorker(Worker):
     """With `prefill_workers: 0` both engines live here: colocated."""
 
     def __init__(self, arguments: WorkerArguments):
+        arguments = replace(arguments, config=resolve_channel(arguments.config))
         super().__init__(arguments)
         config = self.config
         topology = config.topology
-        self.runner = load_runner(arguments)
+        self.runner = load_runner(arguments, decodes=True)
+        self.resolved = config.on(self.runner.device)
         layout = self.runner.layout
         self.model = self.runner.info(self.name)
-        num_blocks = num_pool_blocks(config, layout, self.model.max_model_len, self.runner.device)
+        num_blocks = num_pool_blocks(config, self.runner, self.model.max_model_len)
         self.model.max_model_len = min(self.model.max_model_len, num_blocks * layout.block_size)
         self.shares_pool = topology.channel in SHARED_POOL_CHANNELS
         self.hosts_prefill = topology.local_prefill_max_tokens != 0
         self.cache: KVCache | None = None
         if not self.shares_pool:
-            self.runner.pool = KVPool.allocate(layout, num_blocks, self.runner.device)
+            self.runner.use_pool(KVPool.allocate(layout, num_blocks, self.runner.device))
             self.cache = KVCache(num_blocks, layout.block_size, config.kv.prefix_cache)
             log.info(
-                "KV pool: %d blocks of %d tokens (%d MiB)",
+                "KV pool: %d blocks of %d tokens (%d MiB): %d tokens, %d requests of %d tokens at once",
                 num_blocks,
                 layout.block_size,
                 num_blocks * layout.block_bytes >> 20,
+                num_blocks * layout.block_size,
+                min(self.resolved.max_running, num_blocks * layout.block_size // self.model.max_model_len),
+                self.model.max_model_len,
             )
         self.num_blocks = 0 if self.shares_pool else num_blocks
 
@@ -98,18 +105,20 @@ class DecodeWorker(Worker):
             self.prefill = PrefillEngine(
                 self.runner,
                 None,
-                config.prefill.chunk_tokens,
+                self.resolved.chunk_tokens,
                 config.prefill.max_sequences,
                 on_progress=lambda key, num_computed: self.engine.prefill_progress(key, num_computed),
             )
         limit = topology.local_prefill_max_tokens
         self.engine = DecodeEngine(
             self.runner,
-            config.decode.max_running,
+            self.resolved.max_running,
             OwnBlocks(self.cache) if self.cache is not None else None,
             self.local_end,
             math.inf if limit == "unlimited" else limit,
+            self.resolved.overlap,
         )
+        self.pace = Pace(config.decode.tpot_target_ms)
         self.channel = get_channel(topology.channel)
         self.links: dict[str, Link] = {}
         self.next_heartbeat = 0.0
@@ -124,7 +133,7 @@ class DecodeWorker(Worker):
             pid=self.pid,
             model=self.model,
             num_blocks=self.num_blocks,
-            max_running=self.config.decode.max_running,
+            max_running=self.resolved.max_running,
             channel=self.config.topology.channel,
             hosts_prefill=self.hosts_prefill and not self.shares_pool,
             device=self.runner.device,
@@ -182,26 +191,39 @@ class DecodeWorker(Worker):
     # engine loop
 
     def turn(self) -> bool:
+        """Prompt chunks are launched first, then the next decode step; the last step's tokens are on their way to
+        clients before anything waits for the chunks."""
         for name, link in list(self.links.items()):
             self._poll(name, link)
         self._heartbeat()
         self.engine.admit()
-        worked = self._prefill_here()
-        return self.engine.step() or worked
+        self.pace.begin()
+        num_prefill = self._launch_prefill()
+        worked = self.engine.step()
+        if num_prefill and self.router is not None:
+            self._publish()
+        self._collect_prefill()
+        self.pace.end(num_prefill, bool(self.engine.running))
+        return worked or num_prefill > 0
 
-    def _prefill_here(self) -> bool:
-        if self.prefill is None or self.prefill_end is None or self.local_end is None:
-            return False
+    def _launch_prefill(self) -> int:
+        """Start a chunk batch if there are prompts to compute. Returns its tokens."""
+        if self.prefill is None or self.prefill_end is None:
+            return 0
         for message in self.prefill_end.poll():
             match message:
                 case PrefillRequest():
                     self.prefill.add(message, self.prefill_end)
                 case CancelPrefill(key):
                     self.prefill.cancel(self.prefill_end.peer, key)
-        worked = self.prefill.step()
+        return self.prefill.launch(self.pace.chunk_tokens() if self.engine.running else None)
+
+    def _collect_prefill(self) -> None:
+        if self.prefill is None or self.local_end is None:
+            return
+        self.prefill.collect()
         for answer in self.local_end.poll():
             self._answer(self.local_end, answer)
-        return worked
 
     def _answer(self, end: DecodeEnd, message: ToDecode) -> None:
         match message:

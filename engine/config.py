@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -10,9 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
-ChannelName = Literal["local", "shm", "tcp"]
-SHARED_POOL_CHANNELS = ("shm",)
-CPU_CHANNELS = ("shm", "tcp")
+ChannelName = Literal["local", "auto", "shm", "cuda_ipc", "cuda_p2p", "nccl", "tcp", "nixl"]
+SHARED_POOL_CHANNELS = ("shm", "cuda_ipc")
+CPU_CHANNELS = ("shm",)
+GPU_CHANNELS = ("cuda_ipc", "cuda_p2p", "nccl")
+
+CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 512, 8192
+CPU_MAX_RUNNING, GPU_MAX_RUNNING = 32, 128
 
 
 class ConfigError(ValueError):
@@ -28,10 +33,22 @@ class ModelSection(Section):
     weights: Literal["files", "random"] = Field("files", description="random: the same shapes without weight files")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: float32 on CPU")
     max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
+    quantization: Literal["none", "auto", "w4a16", "w8a16", "w8a8", "mixed"] = Field(
+        "none",
+        description="what the weights of an unquantized model are rounded to as they are loaded; a quantized model stays as "
+        "it is. auto: on a GPU the smallest scheme above the quality floor (docs/quantization.md)",
+    )
+    head_precision: Literal["full", "int8", "int4"] = Field(
+        "full", description="the same for the output head of an unquantized model"
+    )
+    embedding_precision: Literal["full", "int8"] = Field("full", description="the same for its embedding")
 
 
 class KVSection(Section):
     block_size: int = Field(64, ge=1, description="tokens in a KV block")
+    gpu_memory_share: float = Field(
+        0.9, gt=0, le=1, description="part of a GPU's memory for weights, recorded graphs, activations and the KV pool"
+    )
     pool_tokens: int | None = Field(
         None, ge=2, description="tokens a worker's KV pool holds; default: from free memory"
     )
@@ -41,7 +58,14 @@ class KVSection(Section):
 class TopologySection(Section):
     prefill_workers: int = Field(0, ge=0, description="0: colocated, decode workers prefill every prompt themselves")
     decode_workers: int = Field(1, ge=1, description="each runs a batch of its own")
-    channel: ChannelName = Field("local", description="how KV blocks reach decode workers")
+    channel: ChannelName = Field(
+        "local", description="how KV blocks reach decode workers; auto: the best for where this host's workers are"
+    )
+    gpus: list[int] | None = Field(
+        None,
+        description="which GPU each of this host's workers uses, prefill workers first; default: one after the other, "
+        "with cuda_ipc all the first",
+    )
     local_prefill_max_tokens: int | Literal["unlimited"] = Field(
         "unlimited",
         description="a decode worker prefills prompts with at most this many uncached tokens itself; 0: never",
@@ -57,18 +81,39 @@ class TopologySection(Section):
             raise ValueError("channel 'local' joins two engines of one process; set prefill_workers: 0")
         if self.channel in SHARED_POOL_CHANNELS and self.prefill_workers != 1:
             raise ValueError(f"channel {self.channel!r} shares one pool, owned by exactly one prefill worker")
+        if self.gpus is not None:
+            num_workers = self.prefill_workers + self.decode_workers
+            if len(self.gpus) != num_workers or min(self.gpus, default=0) < 0:
+                raise ValueError(f"gpus {self.gpus} must hold an index for each of the {num_workers} workers")
+            if self.channel == "cuda_ipc" and len(set(self.gpus)) > 1:
+                raise ValueError(f"channel 'cuda_ipc' shares a pool on one GPU, gpus {self.gpus} are several")
         if isinstance(self.local_prefill_max_tokens, int) and self.local_prefill_max_tokens < 0:
             raise ValueError("local_prefill_max_tokens must be 'unlimited' or at least 0")
         return self
 
 
 class PrefillSection(Section):
-    chunk_tokens: int = Field(512, ge=1, description="most prompt tokens computed in one prefill step")
+    chunk_tokens: int | None = Field(
+        None, ge=1, description="most prompt tokens computed in one prefill step; default: 512, on a GPU 8192"
+    )
     max_sequences: int = Field(16, ge=1, description="most prompts that share one prefill step")
 
 
 class DecodeSection(Section):
-    max_running: int = Field(32, ge=1, description="most sequences in the running batch of a decode worker")
+    max_running: int | None = Field(
+        None, ge=1, description="most sequences in the running batch of a decode worker; default: 32, on a GPU 128"
+    )
+    tpot_target_ms: float | None = Field(
+        None,
+        gt=0,
+        description="a decode worker that prefills keeps its chunks so short that running sequences get a token this "
+        "often; default: whole chunks",
+    )
+    overlap: bool | None = Field(
+        None, description="launch the next step before the last one's tokens are read; default: on a GPU"
+    )
+    cuda_graphs: bool = Field(True, description="replay recorded launches (GPU)")
+    shared_prefix: bool = Field(True, description="read blocks that running sequences share once for all of them (GPU)")
 
 
 class TransferSection(Section):
@@ -99,11 +144,23 @@ class RouterSection(Section):
     prompt_history: int = Field(0, ge=0, description="prompts kept for GET /prompts, which tells where they diverge")
 
 
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Values whose defaults depend on the device."""
+
+    chunk_tokens: int
+    max_running: int
+    overlap: bool
+
+
 class DeploymentConfig(Section):
     """Everything a deployment is. `load_config` reads it from a file in configs/ or any path."""
 
     description: str = Field("", description="what the deployment is for")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
+    deterministic: bool = Field(
+        False, description="on a GPU: the same bits whatever else is in the batch, at some cost (always so on CPU)"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of each worker; default: cores / workers")
     model: ModelSection = ModelSection()
     kv: KVSection = KVSection()
@@ -117,6 +174,8 @@ class DeploymentConfig(Section):
     def channel_reaches_device(self):
         if self.device == "cuda" and self.topology.channel in CPU_CHANNELS:
             raise ValueError(f"channel {self.topology.channel!r} moves blocks of CPU pools; set device: cpu")
+        if self.device == "cpu" and self.topology.channel in GPU_CHANNELS:
+            raise ValueError(f"channel {self.topology.channel!r} moves blocks of GPU pools; set device: cuda")
         return self
 
     def choose_device(self, has_cuda: bool) -> Literal["cpu", "cuda"]:
@@ -124,6 +183,26 @@ class DeploymentConfig(Section):
         if self.device != "auto":
             return self.device
         return "cuda" if has_cuda and self.topology.channel not in CPU_CHANNELS else "cpu"
+
+    def on(self, device: str) -> "ResolvedConfig":
+        """What the values left open are on a device."""
+        gpu = device != "cpu"
+        return ResolvedConfig(
+            chunk_tokens=self.prefill.chunk_tokens or (GPU_CHUNK_TOKENS if gpu else CPU_CHUNK_TOKENS),
+            max_running=self.decode.max_running or (GPU_MAX_RUNNING if gpu else CPU_MAX_RUNNING),
+            overlap=gpu if self.decode.overlap is None else self.decode.overlap,
+        )
+
+    def worker_gpus(self, num_gpus: int) -> list[int]:
+        """The GPU of each worker, prefill workers first, on a host with `num_gpus`. Raises ConfigError for a GPU that is
+        not there."""
+        if self.topology.gpus is None:
+            shared = self.topology.channel in SHARED_POOL_CHANNELS
+            return [0 if shared else index % num_gpus for index in range(self.num_workers)]
+        missing = [index for index in self.topology.gpus if index >= num_gpus]
+        if missing:
+            raise ConfigError(f"topology.gpus names GPU {missing[0]}, this host has {num_gpus}, counted from 0")
+        return self.topology.gpus
 
     @property
     def num_workers(self) -> int:

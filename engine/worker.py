@@ -29,6 +29,7 @@ from engine.protocol import (
     ToWorker,
     WorkerStats,
 )
+from engine.quantize.floor import choose_precision
 from engine.runner import ModelRunner
 from engine.wire import Codec, Connection, WireError, connect
 
@@ -83,21 +84,27 @@ def parse_arguments(role: str, default_name: str) -> WorkerArguments:
     return WorkerArguments(given.name, given.router, config, model_dir, given.supervised, given.host)
 
 
-def load_runner(arguments: WorkerArguments) -> ModelRunner:
-    """The model on its device, without a pool."""
+def load_runner(arguments: WorkerArguments, decodes: bool) -> ModelRunner:
+    """The model on its device, without a pool. `decodes`: it will run a batch, not only prefill."""
     config = arguments.config
     torch.set_num_threads(config.worker_threads)
     device = config.choose_device(torch.cuda.is_available())
     log.info("loading %s on %s (%d CPU threads)", arguments.model_dir, device, config.worker_threads)
     start = time.monotonic()
-    runner = ModelRunner.load(
-        arguments.model_dir,
-        weights=config.model.weights,
-        dtype=config.model.dtype,
-        device=device,
-        block_size=config.kv.block_size,
-        max_model_len=config.model.max_model_len,
-    )
+    options: dict[str, Any] = {
+        "weights": config.model.weights,
+        "dtype": config.model.dtype,
+        "device": device,
+        "block_size": config.kv.block_size,
+        "max_model_len": config.model.max_model_len,
+        "precision": choose_precision(arguments.model_dir, config.model, device),
+    }
+    if device == "cpu":
+        runner = ModelRunner.load(arguments.model_dir, **options)
+    else:
+        from engine.gpu_runner import load_gpu_runner  # its kernels need Triton, which a CPU does without
+
+        runner = load_gpu_runner(arguments.model_dir, config, decodes, options)
     log.info("model ready after %.1f s", time.monotonic() - start)
     return runner
 
@@ -232,6 +239,12 @@ def run_worker(
     arguments = parse_arguments(role, default_name)
     try:
         worker = make_worker(arguments)
+        worker.run()
     except (ConfigError, ModelError, WireError, channel_error) as error:
         sys.exit(f"{arguments.name}: {error}")
-    worker.run()
+    except torch.OutOfMemoryError as error:
+        used = " ".join(str(error).split())[:160]
+        sys.exit(
+            f"{arguments.name}: GPU memory is short: {used}; lower kv.gpu_memory_share, kv.pool_tokens, "
+            "prefill.chunk_tokens or decode.max_running"
+        )

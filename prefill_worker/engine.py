@@ -18,12 +18,15 @@ from engine.kv_cache import KVCache
 from engine.protocol import FailureCode
 from engine.request import PrefillReport, SampledToken, Sequence, TokenLogprobs
 from engine.runner import ModelRunner, SequenceChunk
-from engine.sampling import prompt_logprobs, sample
+from engine.sampling import prompt_logprobs
+from engine.step import Step
 from kv_transfer.channel import PrefillEnd
 from kv_transfer.handoff import Handoff, PrefillFailed, PrefillRequest, SamplerState, TransferKey
 from prefill_worker.shared_pool import SharedPool
 
 BROKEN_LOGITS = "the model's output is not finite"
+MOST_LOGITS_ROWS = 256
+"""Rows of a chunk whose logits are all wanted: a row is as long as the vocabulary."""
 
 TaskKey = tuple[str, TransferKey]
 
@@ -87,6 +90,7 @@ class PrefillEngine:
         self.tasks: dict[TaskKey, Task] = {}
         self.leases: dict[TaskKey, PrefillEnd] = {}
         self.ending_leases: set[TaskKey] = set()
+        self._launched: tuple[Step, list[SequenceChunk], list[Task]] | None = None
         self.counters = {
             "prefill_tokens_total": 0,
             "prefill_cached_tokens_total": 0,
@@ -95,10 +99,6 @@ class PrefillEngine:
             "transferred_blocks_total": 0,
             "transferred_bytes_total": 0,
         }
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.ending_leases)
 
     def add(self, message: PrefillRequest, end: PrefillEnd) -> None:
         """Queue a prompt. The answer, a Handoff or a PrefillFailed, goes to `end`."""
@@ -135,36 +135,44 @@ class PrefillEngine:
 
     def step(self) -> bool:
         """Run one chunk batch. Returns whether there was anything to compute."""
+        num_tokens = self.launch()
+        self.collect()
+        return num_tokens > 0
+
+    def launch(self, max_tokens: int | None = None) -> int:
+        """Start one chunk batch, of up to `max_tokens` if that is less than chunk_tokens. `collect` must follow before
+        the next. Returns the number of tokens in it."""
+        assert self._launched is None, "the last chunk batch was not collected"
         self._settle_leases()
         self._drop_overdue()
         self._admit()
-        chunks, tasks = self._plan()
+        chunks, tasks = self._plan(self.chunk_tokens if max_tokens is None else min(max_tokens, self.chunk_tokens))
         if not chunks:
-            return False
-        logits = self.runner.run(chunks)
+            return 0
+        self._launched = (self.runner.prefill(chunks, [task.sequence for task in tasks]), chunks, tasks)
         self.counters["prefill_steps_total"] += 1
-        row = 0
-        finished: list[tuple[Task, int]] = []
-        for task, chunk in zip(tasks, chunks):
-            task.num_computed += len(chunk.token_ids)
+        return sum(len(chunk.token_ids) for chunk in chunks)
+
+    def collect(self) -> None:
+        """Wait for the chunk batch that was started, if any, and pass on what it completed."""
+        if self._launched is None:
+            return
+        (step, chunks, tasks), self._launched = self._launched, None
+        tokens = step.wait()
+        for index, (task, chunk, token) in enumerate(zip(tasks, chunks, tokens)):
             self.counters["prefill_tokens_total"] += len(chunk.token_ids)
+            if self.tasks.get((task.end.peer, task.key)) is not task:
+                continue  # given up in the meantime
+            task.num_computed += len(chunk.token_ids)
             if chunk.logits == "all":
-                self._collect_logprobs(task, chunk, logits[row : row + len(chunk.token_ids)])
-                row += len(chunk.token_ids)
-            elif chunk.logits == "last":
-                row += 1
-            if task.num_computed == len(task.token_ids):
-                finished.append((task, row - 1))
+                self._collect_logprobs(task, chunk, step.logits[index])
             self._after_chunk(task)
-        if finished:
-            rows = [row for _, row in finished]
-            tokens = sample(logits[rows], [task.sequence for task, _ in finished])
-            for (task, _), token in zip(finished, tokens):
-                if token is None:
-                    self._fail(task, "internal", BROKEN_LOGITS)
-                else:
-                    self._finish(task, token)
-        return True
+            if task.num_computed < len(task.token_ids):
+                continue
+            if token is None:
+                self._fail(task, "internal", BROKEN_LOGITS)
+            else:
+                self._finish(task, token)
 
     def _admit(self) -> None:
         if self.shared is not None and self.shared.owed:
@@ -227,17 +235,18 @@ class PrefillEngine:
         uncached = len(task.token_ids) - task.num_computed
         return self.shared is not None and not task.message.block_table and uncached <= task.message.local_max_tokens
 
-    def _plan(self) -> tuple[list[SequenceChunk], list[Task]]:
-        budget = self.chunk_tokens
+    def _plan(self, budget: int) -> tuple[list[SequenceChunk], list[Task]]:
         chunks, tasks = [], []
         for task in self.running:
             if budget == 0:
                 break
             start = task.num_computed
             count = min(budget, len(task.token_ids) - start)
+            wants_all = task.sequence.sampling.prompt_logprobs is not None and not task.message.request.output_token_ids
+            if wants_all:
+                count = min(count, MOST_LOGITS_ROWS)
             budget -= count
             last = start + count == len(task.token_ids)
-            wants_all = task.sequence.sampling.prompt_logprobs is not None and not task.message.request.output_token_ids
             chunks.append(
                 SequenceChunk(
                     token_ids=task.token_ids[start : start + count],

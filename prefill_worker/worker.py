@@ -10,6 +10,7 @@ from engine.protocol import ModelInfo, Register, WorkerStats
 from engine.worker import Worker, WorkerArguments, load_runner
 from kv_transfer.channel import ChannelClosed, PrefillEnd
 from kv_transfer.channels import get_channel
+from kv_transfer.choose import resolve_channel
 from kv_transfer.handoff import (
     AskBlocks,
     CancelPrefill,
@@ -33,20 +34,25 @@ class PrefillWorker(Worker):
     """Owns its pool and prefix index. Serves any number of decode workers."""
 
     def __init__(self, arguments: WorkerArguments):
+        arguments = replace(arguments, config=resolve_channel(arguments.config))
         super().__init__(arguments)
         config = self.config
         self.channel = get_channel(config.topology.channel)
-        self.runner = load_runner(arguments)
+        self.runner = load_runner(arguments, decodes=False)
         layout = self.runner.layout
         self.model = self.runner.info(self.name)
-        num_blocks = num_pool_blocks(config, layout, self.model.max_model_len, self.runner.device)
+        num_blocks = num_pool_blocks(config, self.runner, self.model.max_model_len)
         self.model.max_model_len = min(self.model.max_model_len, num_blocks * layout.block_size)
-        pool = self.channel.make_pool(layout, num_blocks)
-        self.runner.pool = pool
+        pool = self.channel.make_pool(layout, num_blocks, self.runner.device)
+        self.runner.use_pool(pool)
         self.cache = KVCache(num_blocks, layout.block_size, config.kv.prefix_cache)
         self.shared = SharedPool(self.cache) if self.channel.shares_pool else None
         self.engine = PrefillEngine(
-            self.runner, self.cache, config.prefill.chunk_tokens, config.prefill.max_sequences, self.shared
+            self.runner,
+            self.cache,
+            config.on(self.runner.device).chunk_tokens,
+            config.prefill.max_sequences,
+            self.shared,
         )
         welcome = Welcome(self.name, self.epoch, lease_s=config.transfer.lease_s, num_blocks=num_blocks)
         self.welcome = welcome

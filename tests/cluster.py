@@ -39,16 +39,19 @@ def make_config(
     prefix_cache: bool = True,
     lease_s: float = 30.0,
     device: str = "cpu",
+    overlap: bool = False,
+    **more,
 ) -> DeploymentConfig:
     return DeploymentConfig.model_validate(
         {
             "device": device,
             "threads": 1,
-            "model": {"dtype": "float32", "max_model_len": max_model_len},
+            "deterministic": more.get("deterministic", False),
+            "model": {"dtype": more.get("dtype", "float32"), "max_model_len": max_model_len},
             "kv": {"block_size": block_size, "pool_tokens": pool_tokens, "prefix_cache": prefix_cache},
             "topology": TOPOLOGIES[topology],
             "prefill": {"chunk_tokens": chunk_tokens, "max_sequences": max_sequences},
-            "decode": {"max_running": max_running},
+            "decode": {"max_running": max_running, "overlap": overlap, **more.get("decode", {})},
             "transfer": {"lease_s": lease_s, "heartbeat_s": 0.2},
         }
     )

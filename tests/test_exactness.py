@@ -35,13 +35,21 @@ def random_requests(rng: random.Random, count: int) -> list:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**32), chunk_tokens=st.sampled_from([3, 16, 64]), pool_tokens=st.sampled_from([128, 1024]))
-def test_any_mix_gives_each_request_the_tokens_it_gets_alone(tiny_model, topology, seed, chunk_tokens, pool_tokens):
+@given(
+    seed=st.integers(0, 2**32),
+    chunk_tokens=st.sampled_from([3, 16, 64]),
+    pool_tokens=st.sampled_from([128, 1024]),
+    overlap=st.booleans(),
+)
+def test_any_mix_gives_each_request_the_tokens_it_gets_alone(
+    tiny_model, topology, seed, chunk_tokens, pool_tokens, overlap
+):
     rng = random.Random(seed)
     model_dir = str(tiny_model("qwen3"))
     requests = random_requests(rng, 10)
     expected = {r.request_id: run_alone(model_dir, r, chunk_tokens=512, prefix_cache=False) for r in requests}
-    cluster = Cluster(model_dir, make_config(topology, chunk_tokens=chunk_tokens, pool_tokens=pool_tokens))
+    config = make_config(topology, chunk_tokens=chunk_tokens, pool_tokens=pool_tokens, overlap=overlap)
+    cluster = Cluster(model_dir, config)
     try:
         aborted = set()
         for request in requests:
