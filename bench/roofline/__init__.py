@@ -1,0 +1,1 @@
+"""Bytes and floating-point operations that each speedrun scenario must move, against what the device can do."""

@@ -1,0 +1,1 @@
+"""The accuracy gate: is what a server answers still this model?"""
