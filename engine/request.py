@@ -83,6 +83,7 @@ class PrefillReport:
     num_blocks_sent        blocks moved over the channel; num_bytes_sent: their bytes
     queue_ms, prefill_ms   waiting for and inside the prefill engine
     transfer_ms            last chunk computed -> blocks usable on the decode side (the exposed part)
+    worker                 name of the worker that prefilled; filled in by the router
     """
 
     where: Literal["local", "remote"] = "local"
@@ -94,6 +95,7 @@ class PrefillReport:
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     transfer_ms: float = 0.0
+    worker: str = ""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 try:
     from engine.config import CONFIG_DIR, ConfigError, load_config
     from engine.wire import WireError, parse_address
+    from kv_transfer.choose import resolve_channel
     from router.announce import ServerOptions
     from router.server import ServerError, log, serve
     from router.supervisor import WorkerFailed
@@ -72,7 +73,7 @@ def parse_options(arguments: list[str] | None = None) -> ServerOptions:
     parser.add_argument("--no-workers", action="store_true", help="start no workers; wait for those started elsewhere")
     given = parser.parse_args(arguments)
     try:
-        config = load_config(given.config)
+        config = resolve_channel(load_config(given.config))
         control = parse_address(given.control)
     except (ConfigError, WireError) as error:
         raise SystemExit(_fail(str(error))) from None

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from router.chat import create_chat_completion, render_prompt
 from router.completions import create_completion
 from router.dispatcher import Dispatcher
 from router.divergence import PromptHistory
+from router.generation_paths import GenerationPaths
 from router.http_errors import ApiError
 from router.metrics import CountAnswers, Metrics
 from router.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -45,6 +47,11 @@ def create_app(dispatcher: Dispatcher, model: Tokenizer | str | Path, config: De
     _add_tokenization(app, service)
     _add_operation(app, service)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    handlers = {
+        "/v1/completions": partial(create_completion, service),
+        "/v1/chat/completions": partial(create_chat_completion, service),
+    }
+    app.add_middleware(GenerationPaths, handlers=handlers)
     if metrics is not None:
         paths = frozenset(path for route in app.routes if "{" not in (path := getattr(route, "path", "{")))
         app.add_middleware(CountAnswers, metrics=metrics, paths=paths)
@@ -83,7 +90,8 @@ def _add_tokenization(app: FastAPI, service: Service) -> None:
             prompt = await render_prompt(service, body.messages, tools=body.tools, add_generation_prompt=generates)
             token_ids = prompt.token_ids
         else:
-            token_ids = await tokenizer.run(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+            text, add_special = body.prompt or "", body.add_special_tokens is not False
+            token_ids = await tokenizer.run(len(text), tokenizer.encode, text, add_special)
         limit = service.dispatcher.model.max_model_len if service.dispatcher.model else None
         answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids}
         if body.return_token_strs:
@@ -96,7 +104,7 @@ def _add_tokenization(app: FastAPI, service: Service) -> None:
         body = await read_body(request, DetokenizeBody)
         service.check_model_name(body.model)
         check_token_ids(body.tokens, service.model, "tokens")
-        return JSONResponse({"prompt": await tokenizer.run(tokenizer.decode, body.tokens)})
+        return JSONResponse({"prompt": await tokenizer.run(len(body.tokens), tokenizer.decode, body.tokens)})
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:

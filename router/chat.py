@@ -6,6 +6,7 @@ choice; `return_token_ids` adds `prompt_token_ids` to the response and `token_id
 tells what each prompt's prefill cost (router/generation.py).
 """
 
+import math
 from typing import Any
 
 from fastapi import Request
@@ -77,8 +78,8 @@ async def render_prompt(
     add_special_tokens: bool = False,
     must_fit: bool = False,
 ) -> Prompt:
-    """A chat as the model reads it, rendered and tokenized off the event loop. Raises ApiError (400), with must_fit
-    also for a text that cannot fit the context."""
+    """A chat as the model reads it, rendered and tokenized, off the event loop when it is long. Raises ApiError (400),
+    with must_fit also for a text that cannot fit the context."""
     tokenizer = service.tokenizer
     if not tokenizer.has_chat_template:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
@@ -93,9 +94,16 @@ async def render_prompt(
         return Prompt(tokenizer.encode(text, add_special_tokens), text)
 
     try:
-        return await tokenizer.run(render)
+        return await tokenizer.run(math.inf if tools or variables else num_chars(plain), render)
     except TemplateError as error:
         raise bad_request(str(error), "messages") from error
+
+
+def num_chars(messages: list[dict[str, Any]]) -> float:
+    """Characters of messages' texts; infinite where there is more than text."""
+    if any("tool_calls" in message for message in messages):
+        return math.inf
+    return sum(len(message.get("content") or "") for message in messages)
 
 
 class ChatForm(ResponseForm):

@@ -5,7 +5,7 @@ stop string or stop token that ended a choice; `return_token_ids` adds `prompt_t
 choice; `usage.prefill` tells what each prompt's prefill cost (router/generation.py).
 """
 
-from typing import Any, cast
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -54,12 +54,12 @@ async def create_completion(service: Service, request: Request) -> Response:
 
 
 async def read_prompts(service: Service, body: CompletionBody) -> list[Prompt]:
-    """The body's prompts, texts tokenized off the event loop. Raises ApiError (400) for a text that cannot fit."""
+    """The body's prompts, long texts tokenized off the event loop. Raises ApiError (400) for a text that cannot fit."""
     prompt, tokenizer = body.prompt, service.tokenizer
-    texts = [prompt] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, str)]
-    if not texts:
+    if isinstance(prompt, list) and not isinstance(prompt[0], str):
         lists = prompt if isinstance(prompt[0], list) else [prompt]
-        return [Prompt(cast(list[int], token_ids)) for token_ids in lists]
+        return [Prompt(token_ids) for token_ids in lists]
+    texts = [prompt] if isinstance(prompt, str) else prompt
     add_special = body.add_special_tokens is not False
 
     def encode() -> list[Prompt]:
@@ -67,7 +67,7 @@ async def read_prompts(service: Service, body: CompletionBody) -> list[Prompt]:
             service.check_text(text, "prompt")
         return [Prompt(tokenizer.encode(text, add_special), text) for text in texts]
 
-    return await tokenizer.run(encode)
+    return await tokenizer.run(sum(map(len, texts)), encode)
 
 
 def echo(prompt: Prompt, vocabulary: Vocabulary, skip_special: bool) -> tuple[str, list[int]]:

@@ -26,13 +26,13 @@ class Detokenizer(Protocol):
 
 
 class Vocabulary:
-    """The text of each token of a Hugging Face tokenizer, looked up on first use. Ids without a token have no text."""
+    """The text of each token of a Hugging Face tokenizer. Ids without a token have no text."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self.special_ids = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.is_byte_level = _is_byte_level(tokenizer)
-        self._bytes: dict[int, bytes] = {}
+        self._bytes: dict[int, bytes] = _byte_table(tokenizer) if self.is_byte_level else {}
         self._pieces: dict[int, str | None] = {}
         if not self.is_byte_level:
             # Decoders treat the first token unlike others (its space is dropped); behind a letter nothing is first.
@@ -78,10 +78,7 @@ class Vocabulary:
         if token is None:
             return b""
         if self.is_byte_level:
-            try:
-                return bytes(BYTE_OF_CHAR[char] for char in token)
-            except KeyError:  # an added token, spelled in plain text
-                return token.encode()
+            return _spelled_bytes(token)
         piece = self.piece_of(token_id)
         return bytes.fromhex(token[3:5]) if piece is None else piece.encode()
 
@@ -114,6 +111,19 @@ def _byte_of_char() -> dict[str, int]:
 
 
 BYTE_OF_CHAR = _byte_of_char()
+_LATIN_1_OF_CHAR = {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
+
+
+def _spelled_bytes(token: str) -> bytes:
+    """What a token of a byte-level vocabulary stands for. Added tokens are spelled in plain text."""
+    if BYTE_OF_CHAR.keys() >= set(token):
+        return token.translate(_LATIN_1_OF_CHAR).encode("latin-1")
+    return token.encode()
+
+
+def _byte_table(tokenizer: Any) -> dict[int, bytes]:
+    """Every token's bytes, at once: looked up one by one they cost more than all else that is done with a token."""
+    return {token_id: _spelled_bytes(token) for token, token_id in tokenizer.get_vocab().items()}
 
 
 class ByteDetokenizer:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from engine.block_hash import hash_blocks
+from engine.config import SHARED_POOL_CHANNELS
 from engine.protocol import Abort, Failure, FailureCode, ModelInfo, Outputs, PoolCounts, Role, Submit
 from engine.request import Request, TokenDelta
 from engine.wire import WireError
@@ -70,7 +71,7 @@ class Dispatcher:
         topology = self.config.topology
         self._uses_prefill_workers = (
             topology.prefill_workers > 0 and topology.local_prefill_max_tokens != "unlimited"
-        ) or topology.channel == "shm"
+        ) or topology.channel in SHARED_POOL_CHANNELS
         self._needs_prefill_worker = needs_prefill_worker(self.config)
         fleet.listeners.append(self)
 
@@ -286,7 +287,7 @@ class Dispatcher:
 
     def _promise_to(self, flight: Flight) -> list[Worker]:
         """Workers that will index this prompt's blocks. A shared pool's index is with its owner, the prefill worker."""
-        shares_pool = self.config.topology.channel == "shm"
+        shares_pool = self.config.topology.channel in SHARED_POOL_CHANNELS
         workers = [flight.prefill] if shares_pool else [flight.decode, flight.prefill]
         return [worker for worker in workers if worker is not None]
 

@@ -51,7 +51,10 @@ class Flight:
     def deliver(self, delta: TokenDelta) -> None:
         """Pass new tokens on. What belongs to the first delta of a request is not repeated by a later attempt."""
         self.output_token_ids += delta.token_ids
-        if self.delivered:
+        if self.delivered and (delta.prefill is not None or delta.prompt_logprobs is not None):
             delta = replace(delta, prefill=None, prompt_logprobs=None)
+        elif delta.prefill is not None:
+            worker = self.prefill if delta.prefill.where == "remote" else self.decode
+            delta = replace(delta, prefill=replace(delta.prefill, worker=worker.name if worker is not None else ""))
         self.delivered = True
         self.stream.put(delta)

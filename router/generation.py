@@ -1,7 +1,7 @@
 """The choices of one HTTP response: their token streams, turned into pieces of text."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from engine.request import PrefillReport, Request, TokenDelta, TokenLogprobs
@@ -74,6 +74,11 @@ class Choice:
             self._add_one_by_one(piece, delta)
         self.finish_reason = piece.finish_reason
         return piece
+
+    def add_tokens(self, token_ids: list[int]) -> str:
+        """Text of tokens in mid-answer, where no stop string and no logprobs were asked for."""
+        self.num_tokens += len(token_ids)
+        return self.detokenizer.push(token_ids)
 
     def _shown(self, delta: TokenDelta) -> int:
         """How many of the delta's tokens have text: the one that ends the sequence has none."""
@@ -167,6 +172,26 @@ class Generation:
                 return
             yield piece
         raise GenerationError("internal", "the token stream ended without a finish reason")
+
+    def take_shortcut(self, is_ready: Callable[[], bool], show: Callable[[Choice, str, list[int]], None]) -> None:
+        """From now on, call `show` for tokens in mid-answer as they arrive, without waking whoever iterates `pieces`,
+        as long as it waits there and `is_ready`. For one choice that only its engine can end."""
+        choice, timer, stream = self.choices[0], self._timers[0], self._streams[0]
+        if len(self._streams) > 1 or not choice.stops.is_empty:
+            return
+
+        def shortcut(delta: TokenDelta) -> bool:
+            if delta.finish_reason is not None or delta.logprobs is not None or not is_ready():
+                return False
+            try:
+                show(choice, choice.add_tokens(delta.token_ids), delta.token_ids)
+            except Exception:  # it happens again where the iterator's user can tell the client
+                return False
+            if timer is not None:
+                timer.tokens(len(delta.token_ids))
+            return True
+
+        stream.shortcut = shortcut
 
     def fail(self, reason: str) -> None:
         """Close, counting what had not ended under `reason`."""

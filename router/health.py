@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from engine.config import DeploymentConfig
+from engine.config import SHARED_POOL_CHANNELS, DeploymentConfig
 from engine.protocol import Pong, Role
 from router.fleet import Fleet, Worker
 from router.reports import WorkerHealth
@@ -12,7 +12,8 @@ from router.reports import WorkerHealth
 def needs_prefill_worker(config: DeploymentConfig) -> bool:
     """Whether no decode worker can serve every prompt without a prefill worker."""
     topology = config.topology
-    return topology.prefill_workers > 0 and (topology.local_prefill_max_tokens == 0 or topology.channel == "shm")
+    shares_pool = topology.channel in SHARED_POOL_CHANNELS
+    return topology.prefill_workers > 0 and (topology.local_prefill_max_tokens == 0 or shares_pool)
 
 
 async def check_workers(

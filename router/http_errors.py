@@ -122,11 +122,18 @@ HTTP_MESSAGES = {
 }
 
 
+def answer(error: Exception) -> Response:
+    """The response to an exception that a handler raised."""
+    if isinstance(error, ClientGone):
+        return Response(status_code=CLIENT_GONE_STATUS)
+    return from_exception(error).response()
+
+
 def install(app: FastAPI) -> None:
     """Make every error of `app` an envelope."""
 
-    async def on_api_error(request: Request, error: Exception) -> Response:
-        return from_exception(error).response()
+    async def on_error(request: Request, error: Exception) -> Response:
+        return answer(error)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -138,11 +145,7 @@ def install(app: FastAPI) -> None:
     async def on_invalid(request: Request, error: Exception) -> Response:
         return bad_request("the request does not fit this path's schema; see /openapi.json").response()
 
-    async def on_client_gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_GONE_STATUS)
-
-    for kind in (ApiError, Overloaded, Draining, Unavailable, GenerationError, Exception):
-        app.add_exception_handler(kind, on_api_error)
+    for kind in (ApiError, Overloaded, Draining, Unavailable, GenerationError, ClientGone, Exception):
+        app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(ClientGone, on_client_gone)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router import tally
 from router.dispatcher import FleetSnapshot
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ class Metrics:
         self._registry = registry = prometheus.CollectorRegistry()
         registry.register(FleetCollector(snapshot))
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            return prometheus.Histogram(PREFIX + name, text, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> tally.Histogram:
+            made = tally.Histogram(PREFIX + name, text, bounds)
+            registry.register(made)
+            return made
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
             return prometheus.Counter(PREFIX + name, text, labels, registry=registry)
@@ -55,7 +58,8 @@ class Metrics:
         )
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of sequences that began")
         self.cached_tokens = counter("cached_prompt_tokens_total", "Prompt tokens whose KV was reused, not computed")
-        self.generation_tokens = counter("generation_tokens_total", "Tokens generated for clients")
+        self.generation_tokens = tally.Counter(PREFIX + "generation_tokens", "Tokens generated for clients")
+        registry.register(self.generation_tokens)
         self.finished = counter(
             "request_finished_total",
             "Sequences by how they ended: stop, length, abort (client gone), or a failure's code",
@@ -90,7 +94,7 @@ class SequenceTimer:
             self._first = now
             self._metrics.time_to_first_token.observe(max(0.0, now - self._arrival))
         self._last = now
-        self._metrics.generation_tokens.inc(count)
+        self._metrics.generation_tokens.value += count
 
     def end(self, reason: str, choice: "Choice") -> None:
         metrics, prefill = self._metrics, choice.prefill

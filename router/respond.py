@@ -1,8 +1,9 @@
 """From choices to an HTTP response, streamed or whole; what both APIs share.
 
 A stream's first chunk leaves with the first token. Every TokenDelta is one chunk; the last of each choice carries its
-finish reason. What fails before the first chunk is an HTTP status, after it an error event, and then the stream ends
-without [DONE].
+finish reason. On a connection that allows it, chunks in mid-answer go from the dispatcher to the socket without waking
+the response (Generation.take_shortcut). What fails before the first chunk is an HTTP status, after it an error event,
+and then the stream ends without [DONE].
 """
 
 import json
@@ -17,7 +18,9 @@ from starlette.responses import JSONResponse, Response
 from router.generation import Choice, Generation, Piece, usage
 from router.http_errors import failure_code, from_exception
 from router.service import Service
-from router.sse import DONE, EventStream, while_connected
+from router.sse import DONE, BodyWriter, EventStream, while_connected
+
+_compact_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class ResponseForm(ABC):
@@ -63,8 +66,15 @@ async def respond(
                 service.history.add(choice)
         pieces = generation.pieces()
         if stream:
-            first = await while_connected(request.receive, pieces.__anext__())
-            return EventStream(_events(first, pieces, generation, form, include_usage), generation.close)
+            writer = ChunkWriter(form, choices)
+            events = _events(pieces, generation, writer, include_usage)
+
+            def begin(body: BodyWriter) -> None:
+                generation.take_shortcut(
+                    lambda: body.is_ready, lambda choice, text, ids: body.write(writer.plain(choice, text, ids))
+                )
+
+            return EventStream(events, generation.close, begin)
         return JSONResponse(await while_connected(request.receive, _whole(pieces, choices, form)))
     except BaseException as error:
         generation.fail(failure_code(error))
@@ -84,35 +94,58 @@ async def _whole(pieces: AsyncIterator[Piece], choices: list[Choice], form: Resp
 
 
 async def _events(
-    first: Piece, pieces: AsyncIterator[Piece], generation: Generation, form: ResponseForm, include_usage: bool
+    pieces: AsyncIterator[Piece], generation: Generation, writer: "ChunkWriter", include_usage: bool
 ) -> AsyncIterator[bytes]:
-    writer = ChunkWriter(form, len(generation.choices))
+    """Raises what fails before the first piece. The last piece leaves together with what follows it."""
     try:
-        yield writer.chunk(first, form.extras(generation.choices))
-        async for piece in pieces:
-            yield writer.chunk(piece)
+        first = await pieces.__anext__()
+    except BaseException as error:
+        generation.fail(failure_code(error))
+        raise
+    num_running = len(generation.choices) - (first.finish_reason is not None)
+    try:
+        event_bytes = writer.first_chunk(first)
+        while num_running:
+            yield event_bytes
+            piece = await pieces.__anext__()
+            event_bytes = writer.chunk(piece)
+            num_running -= piece.finish_reason is not None
         if include_usage:
-            yield writer.usage(usage(generation.choices))
+            event_bytes += writer.usage(usage(generation.choices))
     except Exception as error:
         generation.fail(failure_code(error))
         yield event(from_exception(error).envelope)
         return
-    yield DONE
+    yield event_bytes + DONE
 
 
 class ChunkWriter:
-    def __init__(self, form: ResponseForm, num_choices: int):
+    def __init__(self, form: ResponseForm, choices: list[Choice]):
         self._form = form
+        self._choices = choices
         self._envelope = form.envelope(form.chunk_kind)
-        opened = "data: " + json.dumps(self._envelope, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
-        self._heads = [f"{opened}{index},{form.plain_head}" for index in range(num_choices)]
+        opened = "data: " + _compact_json(self._envelope)[:-1] + ',"choices":[{"index":'
+        self._heads = [f"{opened}{index},{form.plain_head}" for index in range(len(choices))]
         self._tail = f'{form.plain_tail},"logprobs":null,"finish_reason":null}}]}}\n\n'
+        self._tail_with_ids = f'{form.plain_tail},"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":'
 
-    def chunk(self, piece: Piece, extras: dict[str, Any] | None = None) -> bytes:
-        choice = piece.choice
-        if not (piece.is_first or piece.finish_reason or piece.logprobs is not None or choice.shows_token_ids):
-            return (self._heads[choice.index] + quote(piece.text) + self._tail).encode("ascii")
-        return event({**self._envelope, "choices": [self._form.chunk_choice(piece)], **(extras or {})})
+    def first_chunk(self, piece: Piece) -> bytes:
+        return self._full(piece, self._form.extras(self._choices))
+
+    def chunk(self, piece: Piece) -> bytes:
+        if piece.is_first or piece.finish_reason or piece.logprobs is not None:
+            return self._full(piece, {})
+        return self.plain(piece.choice, piece.text, piece.token_ids)
+
+    def plain(self, choice: Choice, text: str, token_ids: list[int]) -> bytes:
+        """A chunk in mid-answer, without logprobs."""
+        if not choice.shows_token_ids:
+            return (self._heads[choice.index] + quote(text) + self._tail).encode("ascii")
+        ids = ",".join(map(str, token_ids))
+        return f"{self._heads[choice.index]}{quote(text)}{self._tail_with_ids}[{ids}]}}]}}\n\n".encode("ascii")
+
+    def _full(self, piece: Piece, extras: dict[str, Any]) -> bytes:
+        return event({**self._envelope, "choices": [self._form.chunk_choice(piece)], **extras})
 
     def usage(self, numbers: dict[str, Any]) -> bytes:
         return event({**self._envelope, "choices": [], "usage": numbers})
@@ -120,4 +153,4 @@ class ChunkWriter:
 
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event. Everything beyond ASCII is escaped, so no byte of it can be taken for a line end."""
-    return f"data: {json.dumps(data, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
+    return f"data: {_compact_json(data)}\n\n".encode("ascii")

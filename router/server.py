@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -15,9 +16,13 @@ from fastapi import FastAPI
 from router.announce import Announcer, ServerOptions, start_up_lines
 from router.dispatcher import Dispatcher
 from router.fleet import Fleet
+from router.http_protocol import StreamingProtocol
 from router.supervisor import Supervisor, worker_specs
 
 HTTP_STOP_S = 3
+KEEP_ALIVE_S = 75
+"""An idle connection is closed after this long. Clients keep theirs for 5 s or a minute: whoever waits longer must be the
+server, or a request meets a connection that is just being closed."""
 """How long responses whose requests have ended may take to leave, in seconds."""
 
 
@@ -126,7 +131,14 @@ class _Http:
         app = await asyncio.to_thread(self._create_app)
         if self._stopping:
             return
-        http = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=HTTP_STOP_S)
+        http = uvicorn.Config(
+            app,
+            http=StreamingProtocol,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=HTTP_STOP_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
         self._server = _Server(http)
         await self._server.serve(sockets=[self._sock])
 
@@ -134,7 +146,10 @@ class _Http:
         from router.app import create_app  # slow to import
 
         try:
-            return create_app(self._dispatcher, self._options.model_dir, self._options.config)
+            app = create_app(self._dispatcher, self._options.model_dir, self._options.config)
+            gc.collect()
+            gc.freeze()  # what is here stays; looking through it again would stop every stream for tens of milliseconds
+            return app
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ServerError(f"no usable tokenizer in {self._options.model_dir}: {reason}") from error

@@ -4,8 +4,9 @@ import secrets
 import time
 import uuid
 from dataclasses import dataclass
+from functools import cached_property
 
-from engine.config import DeploymentConfig
+from engine.config import CPU_MAX_RUNNING, DeploymentConfig
 from engine.protocol import ModelInfo
 from engine.request import Request, SamplingParams
 from router.dispatcher import Dispatcher
@@ -32,7 +33,7 @@ class Service:
     history: PromptHistory | None
     started: int
 
-    @property
+    @cached_property
     def model_name(self) -> str:
         return self.config.router.served_model_name or self.tokenizer.model_dir.resolve().name
 
@@ -63,7 +64,9 @@ class Service:
     def check_num_sequences(self, num_sequences: int) -> None:
         """More than the queue ever holds would be a 429 for ever."""
         config = self.config
-        most = config.router.max_waiting + config.topology.decode_workers * config.decode.max_running
+        most = config.router.max_waiting + config.topology.decode_workers * (
+            config.decode.max_running or CPU_MAX_RUNNING
+        )
         if num_sequences > most:
             raise bad_request(
                 f"prompts x n = {num_sequences} sequences in one request; this server holds at most {most}", param="n"

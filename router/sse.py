@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -10,6 +10,18 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+
+BODY_WRITER = "baton.body_writer"
+"""ASGI extension of router/http_protocol.py: a BodyWriter, for a response that has begun and has no content length."""
+
+
+class BodyWriter(Protocol):
+    @property
+    def is_ready(self) -> bool:
+        """Whether to write. Not while the client reads too slowly, nor when it is gone; `send` deals with both."""
+
+    def write(self, data: bytes) -> None:
+        """A piece of the body, not empty."""
 
 
 class ClientGone(Exception):
@@ -38,12 +50,21 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `events` (each a whole "data: ...\\n\\n") as they come. `close` is called exactly once at the end,
-    however it came: the last event, a lost client, a server shutting down."""
+    """Sends `events` (each whole "data: ...\\n\\n" texts) as they come. Nothing leaves before the first: what `events`
+    raises until then, and ClientGone, is raised here, and still has its own HTTP status. `close` is called exactly once
+    at the end, however it came: the last event, a lost client, a server shutting down.
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]):
+    begin   called with the connection's BodyWriter, if there is one: while the iterator is waited for, events may be
+            written there by whoever makes them
+    """
+
+    def __init__(
+        self, events: AsyncIterator[bytes], close: Callable[[], None], begin: Callable[[BodyWriter], None] | None = None
+    ):
         self.events = events
         self.close = close
+        self.begin = begin
+        self._started = False
         self.status_code = 200
         self.media_type = "text/event-stream"
         self.background = None
@@ -51,14 +72,22 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self._send(send, scope.get("extensions", {}).get(BODY_WRITER)))
         except ClientGone:
-            pass
+            if not self._started:
+                raise
         finally:
             self.close()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _send(self, send: Send, writer: BodyWriter | None) -> None:
         async for event in self.events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                if writer is not None and self.begin is not None:
+                    self.begin(writer)
+            if writer is not None and writer.is_ready:
+                writer.write(event)
+            else:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

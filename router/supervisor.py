@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.config import DeploymentConfig
 from engine.protocol import Role
+from kv_transfer.choose import find_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_BACKOFF_S = 0.5
@@ -44,13 +45,31 @@ def worker_specs(config: DeploymentConfig, config_file: str, model_dir: str, rou
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),  # see engine/__init__.py
     }
     specs = []
+    gpus = _visible_gpus(config)
     for role, count in roles:
         for index in range(count):
             name = f"{role[0]}{index}"
             command = [sys.executable, "-m", f"{role}_worker", "--name", name, "--router", router]
             command += ["--config", config_file, "--model-dir", model_dir, "--supervised"]
-            specs.append(WorkerSpec(name, role, command, environment))
+            specs.append(WorkerSpec(name, role, command, environment | gpus[len(specs)]))
     return specs
+
+
+def _visible_gpus(config: DeploymentConfig) -> list[dict[str, str]]:
+    """Environment by which each worker finds the GPU it is to use first, and the others behind it. Empty on a host
+    without GPUs, and for a single worker, which uses the first unless the configuration says otherwise."""
+    none: list[dict[str, str]] = [{}] * config.num_workers
+    if config.device == "cpu" or (config.num_workers == 1 and config.topology.gpus is None):
+        return none
+    num_gpus = find_gpus().number
+    if num_gpus == 0:
+        return none
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    names = names or [str(index) for index in range(num_gpus)]
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join([names[gpu], *(name for name in names if name != names[gpu])])}
+        for gpu in config.worker_gpus(num_gpus)
+    ]
 
 
 @dataclass(eq=False)

@@ -23,6 +23,9 @@ class TokenStream:
         self._error: GenerationError | None = None
         self._ended = False
         self._arrived = asyncio.Event()
+        self._is_awaited = False
+        self.shortcut: Callable[[TokenDelta], bool] | None = None
+        """Offered each delta that would otherwise wake the consumer, which saves that; False: it has to."""
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -35,12 +38,18 @@ class TokenStream:
             if self._ended:
                 raise StopAsyncIteration
             self._arrived.clear()
-            await self._arrived.wait()
+            self._is_awaited = True
+            try:
+                await self._arrived.wait()
+            finally:
+                self._is_awaited = False
         return self._deltas.popleft()
 
     def put(self, delta: TokenDelta) -> None:
         """Dispatcher: deliver a delta. Its finish reason, if any, ends the stream."""
         if self._ended:
+            return
+        if self.shortcut is not None and self._is_awaited and not self._deltas and self.shortcut(delta):
             return
         self._deltas.append(delta)
         self._ended = delta.finish_reason is not None

@@ -1,4 +1,4 @@
-"""Text to token ids: a Hugging Face tokenizer and its chat template, run off the event loop."""
+"""Text to token ids: a Hugging Face tokenizer and its chat template, off the event loop where it takes time."""
 
 import asyncio
 import os
@@ -13,6 +13,7 @@ from router.token_bound import most_bytes_a_token
 T = TypeVar("T")
 
 MAX_THREADS = 4
+INLINE_CHARS = 2000
 
 
 class TemplateError(ValueError):
@@ -41,8 +42,11 @@ class Tokenizer:
 
         return Tokenizer(AutoTokenizer.from_pretrained(str(model_dir)), Path(model_dir))
 
-    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Call `work` in the tokenizer's threads."""
+    async def run(self, num_chars: float, work: Callable[..., T], *arguments: Any) -> T:
+        """Call `work`, which is on that many characters: at once when it takes no longer than reaching a thread, else
+        in the tokenizer's threads, so that it does not hold up other requests."""
+        if num_chars <= INLINE_CHARS:
+            return work(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -1,5 +1,6 @@
 """Frames between processes: what arrives is what was sent, in order, and a bad peer never reaches the engine."""
 
+import json
 import os
 import socket
 import struct
@@ -7,10 +8,12 @@ import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import wire
 from engine.protocol import Outputs, Ping, Pong, Refused, Submit, ToRouter, ToWorker
-from engine.request import Request, SamplingParams, TokenDelta, TokenLogprobs
+from engine.request import PrefillReport, Request, SamplingParams, TokenDelta, TokenLogprobs
 from engine.wire import CLOSED_BY_PEER, CLOSED_HERE, Codec, Connection, Listener, WireError, connect, parse_address
 
 CODEC = Codec(ToRouter | ToWorker)
@@ -116,6 +119,51 @@ def test_every_field_survives_including_infinite_floats_and_integer_keys():
     back = CODEC.decode(CODEC.encode(outputs))
     assert back == outputs
     assert isinstance(back.deltas[0].logprobs[0].top[0], tuple)
+
+
+def test_tokens_travel_in_columns_and_everything_else_as_it_is():
+    plain = [TokenDelta("a", 0, [1]), TokenDelta("b", 2, [3, 4])]
+    assert json.loads(CODEC.encode(Outputs(plain))) == {
+        "request_ids": ["a", "b"],
+        "generations": [0, 2],
+        "token_ids": [[1], [3, 4]],
+        "rich": [],
+        "rich_at": [],
+        "failures": [],
+        "kind": "outputs",
+    }
+
+
+RICH_FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "logprobs": st.just([TokenLogprobs(9, -0.5, [(9, -0.5)])]),
+        "finish_reason": st.sampled_from(["stop", "length"]),
+        "stop_token_id": st.just(9),
+        "prefill": st.just(PrefillReport(num_cached_tokens=4)),
+        "prompt_logprobs": st.just([None]),
+    },
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.lists(st.integers(0, 9)), RICH_FIELDS)))
+def test_deltas_keep_their_order_and_fields_whatever_they_hold(rows):
+    outputs = Outputs([TokenDelta(name, generation, ids, **fields) for name, generation, ids, fields in rows])
+    assert CODEC.decode(CODEC.encode(outputs)) == outputs
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"request_ids": ["a"], "generations": [0], "token_ids": []},
+        {"rich_at": [0]},
+        {"rich_at": [1], "rich": [{"request_id": "a", "generation": 0, "token_ids": [1]}]},
+        {"request_ids": [1], "generations": [0], "token_ids": [[1]]},
+    ],
+)
+def test_columns_that_do_not_fit_together_are_malformed(columns):
+    with pytest.raises(WireError, match="malformed"):
+        CODEC.decode(json.dumps({"kind": "outputs", **columns}).encode())
 
 
 def test_frame_is_big_endian_length_and_json(raw_pair):

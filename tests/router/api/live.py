@@ -9,13 +9,16 @@ from typing import Any
 
 import uvicorn
 
+from router.http_protocol import StreamingProtocol
+
 WAIT_S = 10.0
 
 
 @contextlib.contextmanager
 def serving(app: Any) -> Iterator[str]:
     """Serve the app in a thread; gives its base URL."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
+    config = uvicorn.Config(app, http=StreamingProtocol, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

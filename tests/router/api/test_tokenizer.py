@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from router.tokenizer import Tokenizer
+from router.tokenizer import INLINE_CHARS, Tokenizer
 from tests.router.api.piece_tokenizer import piece_tokenizer
 from tests.tiny_models import tiny_tokenizer
 
@@ -39,11 +39,11 @@ def test_many_threads_may_encode_at_once(tokenizer: Tokenizer) -> None:
         assert list(threads.map(tokenizer.encode, texts)) == [tokenizer.encode(text) for text in texts]
 
 
-def test_work_runs_off_the_event_loops_thread(tokenizer: Tokenizer) -> None:
-    async def where() -> int:
-        return await tokenizer.run(threading.get_ident)
+def test_long_work_runs_off_the_event_loops_thread_and_short_work_on_it(tokenizer: Tokenizer) -> None:
+    def where(num_chars: float) -> int:
+        return asyncio.run(tokenizer.run(num_chars, threading.get_ident))
 
-    assert asyncio.run(where()) != threading.get_ident()
+    assert where(INLINE_CHARS + 1) != threading.get_ident() == where(INLINE_CHARS)
 
 
 def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,1 @@
+"""Latency and throughput of an OpenAI-compatible server in a few fixed scenarios."""
