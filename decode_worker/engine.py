@@ -146,6 +146,8 @@ class DecodeEngine:
             waits_for_it = entry.prefill_worker == name and entry in self.waiting
             if lost_blocks or waits_for_it or (peer is not None and entry.end is peer.end):
                 self._fail(entry, "worker_lost", f"prefill worker {name} was lost: {reason}")
+        if peer is not None and peer.granted is not None:
+            self.runner.drop_pool()
 
     def granted(self, name: str, block_ids: list[int]) -> None:
         """The owner of the shared pool answers an ask for append blocks."""
@@ -390,6 +392,7 @@ class DecodeEngine:
         if self.prefilling.pop(entry.key, None) is not None and entry.end is not None:
             entry.end.send(CancelPrefill(entry.key))
             entry.end.forget(entry.key)
+            self.runner.settle()
         returns_later = entry.end is not None and isinstance(entry.source, GrantedBlocks) and not entry.block_table
         if entry.source is not None and not returns_later:
             entry.source.release(

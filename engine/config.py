@@ -97,6 +97,7 @@ class PrefillSection(Section):
         None, ge=1, description="most prompt tokens computed in one prefill step; default: 512, on a GPU 8192"
     )
     max_sequences: int = Field(16, ge=1, description="most prompts that share one prefill step")
+    second_stream: bool = Field(False, description="a GPU's decode worker computes prompts beside its decode steps")
 
 
 class DecodeSection(Section):

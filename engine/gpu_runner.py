@@ -1,7 +1,7 @@
 """GpuRunner: the model runner of a GPU. Fast kernels, recorded graphs, tokens that stay on the device.
 
 Everything is launched on one stream, in the order the engine asks for it, so a block that has been given back can be
-written by what is launched next.
+written by what is launched next. (With prefill.second_stream prompt chunks have another one; see PrefillBatch.)
 """
 
 import logging
@@ -14,6 +14,7 @@ import torch
 
 from engine.config import DeploymentConfig
 from engine.decode_batch import DecodeBatch
+from engine.kernels.quantized_products import choose_products
 from engine.kernels.registry import Kernels, Shape, Tuning
 from engine.kernels.self_check import choose
 from engine.kv_pool import KVPool
@@ -34,6 +35,7 @@ class Limits:
     max_running: int
     max_sequences: int
     chunk_tokens: int
+    second_stream: bool = False
 
 
 class GpuRunner(ModelRunner):
@@ -55,7 +57,12 @@ class GpuRunner(ModelRunner):
         self.pool = pool
         limits = self.limits
         self.prefill_batch = PrefillBatch(
-            self.fused, pool, limits.max_sequences, limits.chunk_tokens, self.max_model_len
+            self.fused,
+            pool,
+            limits.max_sequences,
+            limits.chunk_tokens,
+            self.max_model_len,
+            limits.second_stream,
         )
         self.decode_batch = None
         if limits.max_running:
@@ -65,6 +72,12 @@ class GpuRunner(ModelRunner):
             self.prefill_batch.record(report)
             if self.decode_batch is not None:
                 self.decode_batch.record(report)
+
+    def drop_pool(self) -> None:
+        """Recorded graphs hold the pool's addresses, so they go with it."""
+        graphs, self.graphs = self.graphs, False
+        self.use_pool(KVPool.allocate(self.layout, 1, self.device))
+        self.graphs = graphs
 
     @torch.inference_mode()
     def prefill(self, chunks: list[SequenceChunk], sequences: list[Sequence]) -> Step:
@@ -83,6 +96,9 @@ class GpuRunner(ModelRunner):
     def decode(self, rows: list[DecodeRow]) -> Step:
         assert self.decode_batch is not None
         return self.decode_batch.launch(rows)
+
+    def settle(self) -> None:
+        self.prefill_batch.settle()
 
     @torch.inference_mode()
     def activation_bytes(self) -> int:
@@ -116,10 +132,21 @@ def load_gpu_runner(model_dir: str, config: DeploymentConfig, decodes: bool, opt
         runner.config.num_kv_heads,
         pdl=torch.cuda.get_device_capability(device) >= (9, 0),
         deterministic=config.deterministic,
+        quantized=choose_products(
+            runner.model.weights.linears(),
+            shape.dtype,
+            torch.cuda.get_device_capability(device),
+            config.deterministic,
+        ),
     )
     log.info("kernels: %s", ", ".join(f"{name} {backend}" for name, backend in kernels.backends().items()))
     resolved = config.on(runner.device)
-    limits = Limits(resolved.max_running if decodes else 0, config.prefill.max_sequences, resolved.chunk_tokens)
+    limits = Limits(
+        resolved.max_running if decodes else 0,
+        config.prefill.max_sequences,
+        resolved.chunk_tokens,
+        decodes and config.prefill.second_stream,
+    )
     runner.set_up(kernels, limits, config.decode.cuda_graphs, config.decode.shared_prefix)
     return runner
 

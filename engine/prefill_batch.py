@@ -67,10 +67,20 @@ class _Inputs:
 
 
 class PrefillBatch:
-    """max_sequences: most chunks in one batch; max_rows: most rows of a batch that is recorded."""
+    """max_sequences: most chunks in one batch; max_rows: most rows of a batch that is recorded; own_stream: chunks run
+    beside the decode steps that are launched after them, not in turn with them."""
 
-    def __init__(self, model: FusedTransformer, pool: KVPool, max_sequences: int, max_rows: int, max_model_len: int):
+    def __init__(
+        self,
+        model: FusedTransformer,
+        pool: KVPool,
+        max_sequences: int,
+        max_rows: int,
+        max_model_len: int,
+        own_stream: bool = False,
+    ):
         self.model = model
+        self.stream = torch.cuda.Stream() if own_stream else None
         self.pool = pool
         self.max_sequences = max_sequences
         self.max_blocks = -(-max_model_len // pool.layout.block_size) + 1
@@ -111,6 +121,19 @@ class PrefillBatch:
 
     def launch(self, chunks: "list[SequenceChunk]", sequences: list[Sequence]) -> Step:
         """Compute the chunks; sample the next token of those that want the last row's logits or all of them."""
+        if self.stream is None:
+            return self._launch(chunks, sequences)
+        # Cached blocks may be those of decode steps still running, blocks to fill may have been theirs.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            return self._launch(chunks, sequences)
+
+    def settle(self) -> None:
+        """What is launched from here on waits for the chunks: their blocks may be given to others."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _launch(self, chunks: "list[SequenceChunk]", sequences: list[Sequence]) -> Step:
         rows = sum(len(chunk.token_ids) for chunk in chunks)
         sampled = [index for index, chunk in enumerate(chunks) if chunk.logits != "none"]
         wants_all = any(chunk.logits == "all" for chunk in chunks)

@@ -120,6 +120,10 @@ class ModelRunner:
         """Work in this pool from now on. Nothing may be running."""
         self.pool = pool
 
+    def drop_pool(self) -> None:
+        """Let go of the pool, whose owner is gone; nothing is computed until `use_pool` gives another one."""
+        self.pool = None
+
     def prefill(self, chunks: list[SequenceChunk], sequences: list[Sequence]) -> Step:
         """Compute the chunks, and sample a token after those that asked for logits."""
         logits = self.run(chunks)
@@ -132,6 +136,9 @@ class ModelRunner:
             [sampled.get(index) for index in range(len(chunks))],
             {index: rows[index] for index in asked if chunks[index].logits == "all"},
         )
+
+    def settle(self) -> None:
+        """A prompt was given up while its chunk may be running: what is launched next must not overtake it."""
 
     def join(self, slot: int, sequence: Sequence, block_table: list[int]) -> None:
         """A prefilled sequence takes a slot of the running batch, with its last token."""

@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from engine.kernels.linear import Linear
+from engine.kernels.quantized_linear import QuantizedLinear
 from engine.kernels.registry import Shape, Tuning, size_of
 from engine.kernels.self_check import cache_directory, keep, machine_key
 from engine.weights import ModelWeights
@@ -131,14 +133,16 @@ def time_us(launch: Callable[[int], object], count: int, repeats: int = 5) -> fl
 
 
 def _products(weights: ModelWeights) -> dict[str, list[Linear]]:
+    """The plain ones; quantized weights have kernels of their own."""
     layers = weights.layers[:16]
-    return {
+    named: dict[str, list[Any]] = {
         "qkv": [layer.qkv for layer in layers],
         "attention_out": [layer.attention_out for layer in layers],
         "gate_up": [layer.gate_up for layer in layers],
         "down": [layer.down for layer in layers],
         "head": [weights.head],
     }
+    return {name: found for name, found in named.items() if not any(isinstance(one, QuantizedLinear) for one in found)}
 
 
 def main() -> int:

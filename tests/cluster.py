@@ -50,7 +50,7 @@ def make_config(
             "model": {"dtype": more.get("dtype", "float32"), "max_model_len": max_model_len},
             "kv": {"block_size": block_size, "pool_tokens": pool_tokens, "prefix_cache": prefix_cache},
             "topology": TOPOLOGIES[topology],
-            "prefill": {"chunk_tokens": chunk_tokens, "max_sequences": max_sequences},
+            "prefill": {"chunk_tokens": chunk_tokens, "max_sequences": max_sequences, **more.get("prefill", {})},
             "decode": {"max_running": max_running, "overlap": overlap, **more.get("decode", {})},
             "transfer": {"lease_s": lease_s, "heartbeat_s": 0.2},
         }

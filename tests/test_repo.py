@@ -21,7 +21,11 @@ from engine.config import load_config
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["engine", "kv_transfer", "prefill_worker", "decode_worker", "router"]
 """Each may import itself and those before it."""
-BENCH_MAY_IMPORT_ENGINE = ["bench/cpu_engine.py"]
+BENCH_MAY_IMPORT_ENGINE = [
+    "bench/cpu_engine.py",
+    *sorted(f"bench/transfer/{path.name}" for path in ROOT.glob("bench/transfer/*.py")),
+]
+UNLOCKED_EXTRAS = ["nixl"]
 PACKAGES = [*LAYERS, "bench"]
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 REQUIRED_CONFIGS = ["auto", "colocated-cpu", "disagg-2p2d-cpu-tcp", "disagg-cpu-shm", "disagg-cpu-tcp"]
@@ -48,9 +52,10 @@ def project() -> dict[str, Any]:
 
 
 def declared() -> dict[str, Requirement]:
-    """Requirements of pyproject.toml by canonical name, extras included."""
+    """Requirements of pyproject.toml by canonical name, extras included but for those that are not locked."""
     table = project()
-    texts = [*table["dependencies"], *(text for extra in table["optional-dependencies"].values() for text in extra)]
+    extras = {name: texts for name, texts in table["optional-dependencies"].items() if name not in UNLOCKED_EXTRAS}
+    texts = [*table["dependencies"], *(text for extra in extras.values() for text in extra)]
     requirements = [Requirement(text) for text in texts if not text.startswith(table["name"])]
     return {canonicalize_name(requirement.name): requirement for requirement in requirements}
 

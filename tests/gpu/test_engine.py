@@ -41,7 +41,8 @@ def alone(model_dir, requests, **options) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("graphs", [True, False])
-def test_deterministic_any_mix_gives_each_request_the_tokens_it_gets_alone(tiny_model, seed, graphs):
+@pytest.mark.parametrize("second_stream", [True, False])
+def test_deterministic_any_mix_gives_each_request_the_tokens_it_gets_alone(tiny_model, seed, graphs, second_stream):
     rng = random.Random(seed)
     model_dir = tiny_model("qwen3")
     requests = random_requests(rng, 16)
@@ -49,7 +50,12 @@ def test_deterministic_any_mix_gives_each_request_the_tokens_it_gets_alone(tiny_
     expected = alone(model_dir, requests, deterministic=True, chunk_tokens=512, decode=decode)
     pool_tokens = rng.choice([256, 4096])
     cluster = gpu_cluster(
-        model_dir, deterministic=True, chunk_tokens=rng.choice([16, 40]), pool_tokens=pool_tokens, decode=decode
+        model_dir,
+        deterministic=True,
+        chunk_tokens=rng.choice([16, 40]),
+        pool_tokens=pool_tokens,
+        decode=decode,
+        prefill={"second_stream": second_stream},
     )
     try:
         aborted = set()
