@@ -15,7 +15,7 @@ from engine.kernels.cuda.attention import supports
 from engine.kernels.cuda.build import PTX75, BuildError, build, find_nvcc
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCES = [ROOT / "engine" / "kernels" / "cuda" / f"{name}.cu" for name in ("paged_decode", "paged_prefill")]
+SOURCES = [ROOT / "engine" / "kernels" / "cuda" / f"{name}.cu" for name in ("gemv", "paged_decode", "paged_prefill")]
 
 # Products of [16 x 8] by [8 x 8] in one step of the loop over keys, counted by hand:
 # prefill, 16 rows and 64 keys a warp: 2 * 8 * (D / 8); decode, 16 keys a warp: D / 8 (scores) + 2 * (D / 16) (values).
@@ -50,7 +50,7 @@ needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason="needs cuo
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory):
-    """The attention sources built for sm_75 in a cache of their own."""
+    """Every source built for sm_75 in a cache of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BATON_CACHE", str(tmp_path_factory.mktemp("cache")))
         return [build(source, "sm_75") for source in SOURCES]
@@ -101,6 +101,16 @@ def test_kernels_fit_a_turing_multiprocessor_without_spilling(builds):
         prefill, decode = found[f"paged_prefill_{head_dim}"], found[f"paged_decode_{head_dim}"]
         assert 2 * prefill["shared"] <= 65536 and 3 * decode["shared"] <= 65536
         assert 3 * 128 * -(-decode["registers"] // 8) * 8 <= 65536
+
+
+@needs_nvcc
+@needs_cuobjdump
+def test_matrix_vector_kernels_read_weights_16_bytes_a_lane_two_batches_ahead(builds):
+    kernels = {name: names for name, names in instructions(builds[0].path).items() if name.startswith("gemv_")}
+    assert len(kernels) == 8
+    for name, names in kernels.items():
+        wide = [instruction for instruction in names if instruction.startswith("LDG") and ".128" in instruction]
+        assert len(wide) >= 2 * 2 * 4 * 2, name  # before the loop and in it: two batches of four rows, two pieces each
 
 
 @needs_nvcc
