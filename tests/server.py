@@ -22,7 +22,7 @@ TOPOLOGIES: dict[str, dict] = {
 }
 
 
-def write_config(directory: Path, topology: str, **sections) -> Path:
+def write_config(directory: Path, topology: str, /, **sections) -> Path:
     """A deployment of a tiny model. `sections` replace those here."""
     values = {
         "threads": 1,
