@@ -195,7 +195,7 @@ class DeploymentConfig(Section):
         )
 
     def worker_gpus(self, num_gpus: int) -> list[int]:
-        """The GPU of each worker, prefill workers first, on a host with `num_gpus`. Raises ConfigError for a GPU that is
+        """The GPU of each worker, prefill workers first, on a host with `num_gpus`. Raises ConfigError for one that is
         not there."""
         if self.topology.gpus is None:
             shared = self.topology.channel in SHARED_POOL_CHANNELS

@@ -12,7 +12,7 @@ were given.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from engine.kv_pool import KVPool
+from engine.kv_pool import KVLayout, KVPool
 from kv_transfer.handoff import Hello, ToDecode, ToPrefill, TransferKey, Welcome
 
 Wake = Callable[[], None]
@@ -43,8 +43,8 @@ class PrefillEnd(ABC):
     @abstractmethod
     def send_blocks(self, key: TransferKey, first: int, block_ids: Sequence[int]) -> int:
         """Start moving `block_ids` as entries first, first+1, ... of the transfer's block table. Returns at once, with
-        the number of bytes that will travel (0 on a shared pool). The blocks must not be written until
-        `is_moving(key)` is False."""
+        the number of bytes that will travel (0 on a shared pool). What they hold is complete: the device is past the
+        step that computed it. The blocks must not be written until `is_moving(key)` is False."""
 
     @abstractmethod
     def is_moving(self, key: TransferKey) -> bool:
@@ -113,8 +113,9 @@ class KVChannel(ABC):
     """True: both ends use one pool, owned by the prefill worker, and block ids change owner instead of bytes moving."""
 
     @abstractmethod
-    def make_pool(self, layout, num_blocks: int) -> KVPool:
-        """A prefill worker's pool, allocated so that this channel can move it."""
+    def make_pool(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> KVPool:
+        """A prefill worker's pool on "cpu" or "cuda", allocated so that this channel can move it. Raises ChannelError
+        when the channel does not reach that device."""
 
     @abstractmethod
     def serve(self, pool: KVPool, welcome: Welcome, wake: Wake, host: str = "127.0.0.1") -> ChannelServer:

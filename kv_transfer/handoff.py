@@ -173,3 +173,34 @@ class Reclaimed:
 
 ToPrefill = Hello | PrefillRequest | CancelPrefill | TransferDone | AskBlocks | ReturnBlocks | Heartbeat
 ToDecode = Welcome | Handoff | PrefillFailed | GrantBlocks | Reclaimed | Heartbeat
+
+
+# between the two ends of a channel that moves GPU memory; no engine sees them
+
+
+@dataclass
+class OfferBlocks:
+    """prefill -> decode: entries first, first+1, ... of the transfer lie complete in these blocks of the prefill
+    worker's pool."""
+
+    key: TransferKey
+    first: int
+    block_ids: list[int]
+    kind: Literal["offer_blocks"] = "offer_blocks"
+
+
+@dataclass
+class BlocksTaken:
+    """decode -> prefill: so many offered blocks of the transfer were read, or will not be."""
+
+    key: TransferKey
+    num_blocks: int
+    kind: Literal["blocks_taken"] = "blocks_taken"
+
+
+@dataclass
+class Farewell:
+    """decode -> prefill: the last message before the connection closes. Nothing that this worker launched runs any
+    more."""
+
+    kind: Literal["farewell"] = "farewell"

@@ -44,7 +44,7 @@ def worker_specs(config: DeploymentConfig, config_file: str, model_dir: str, rou
         "OMP_NUM_THREADS": str(config.worker_threads),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),  # see engine/__init__.py
     }
-    specs = []
+    specs: list[WorkerSpec] = []
     gpus = _visible_gpus(config)
     for role, count in roles:
         for index in range(count):

@@ -4,7 +4,15 @@ from importlib import import_module
 
 from kv_transfer.channel import ChannelError, KVChannel
 
-CHANNELS = {"local": "LocalChannel", "shm": "ShmChannel", "tcp": "TcpChannel"}
+CHANNELS = {
+    "local": "LocalChannel",
+    "shm": "ShmChannel",
+    "cuda_ipc": "CudaIpcChannel",
+    "cuda_p2p": "CudaP2PChannel",
+    "nccl": "NcclChannel",
+    "tcp": "TcpChannel",
+    "nixl": "NixlChannel",
+}
 
 
 def get_channel(name: str) -> KVChannel:

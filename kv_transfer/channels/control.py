@@ -9,11 +9,11 @@ from typing import Any, get_args
 from engine.wire import CLOSED_HERE, Codec, Connection, Listener, WireError, connect
 from kv_transfer.channel import ChannelError, ChannelServer, DecodeEnd, PrefillEnd, Wake
 from kv_transfer.channels.inbox import Inbox
-from kv_transfer.handoff import Hello, ToDecode, ToPrefill
+from kv_transfer.handoff import BlocksTaken, Farewell, Hello, OfferBlocks, ToDecode, ToPrefill
 
 log = logging.getLogger(__name__)
 
-CODEC = Codec(ToPrefill | ToDecode)
+CODEC = Codec(ToPrefill | ToDecode | OfferBlocks | BlocksTaken | Farewell)
 CONNECT_TIMEOUT_S = 5.0
 _FLUSH_S = 1.0
 
@@ -50,14 +50,19 @@ class ControlPrefillEnd(PrefillEnd):
         pass
 
     def on_control_lost(self, reason: str) -> None:
-        pass
+        self._inbox.close(reason)
+
+    def on_channel_message(self, message: BlocksTaken | Farewell) -> None:
+        """A message that is the channel's own: no engine sees it."""
 
     def wait_flushed(self) -> None:
         """After `close`: give queued messages a moment to leave."""
         self._connection.wait_closed(_FLUSH_S)
 
     def _on_message(self, message: Any) -> None:
-        if not isinstance(message, get_args(ToPrefill)) or isinstance(message, Hello) == self._announced:
+        if isinstance(message, (BlocksTaken, Farewell)) and self._announced:
+            self.on_channel_message(message)
+        elif not isinstance(message, get_args(ToPrefill)) or isinstance(message, Hello) == self._announced:
             log.warning("%s sent %s out of turn", self._connection.peer_address, type(message).__name__)
             self._connection.close()
         elif isinstance(message, Hello):
@@ -70,8 +75,7 @@ class ControlPrefillEnd(PrefillEnd):
             self._inbox.put(message)
 
     def _on_close(self, reason: str) -> None:
-        self._inbox.close(f"decode worker {self.peer!r} at {self._connection.peer_address} is gone: {reason}")
-        self.on_control_lost(reason)
+        self.on_control_lost(f"decode worker {self.peer!r} at {self._connection.peer_address} is gone: {reason}")
         if not self._announced:
             self.close()
 
@@ -150,10 +154,16 @@ class ControlDecodeEnd(DecodeEnd):
     def on_message(self, message: ToDecode) -> None:
         self._inbox.put(message)
 
+    def on_offer(self, offer: OfferBlocks) -> None:
+        """Blocks are there to be fetched: the channel's own message, no engine sees it."""
+
     def on_control_lost(self, reason: str) -> None:
         self._inbox.close(reason)
 
     def _on_message(self, message: Any) -> None:
+        if isinstance(message, OfferBlocks):
+            self.on_offer(message)
+            return
         if not isinstance(message, get_args(ToDecode)):
             raise WireError(f"a prefill worker does not send {type(message).__name__}")
         self.on_message(message)

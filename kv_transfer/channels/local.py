@@ -56,8 +56,8 @@ class LocalChannel(KVChannel):
     name = "local"
     shares_pool = True
 
-    def make_pool(self, layout: KVLayout, num_blocks: int) -> KVPool:
-        return KVPool.allocate(layout, num_blocks, "cpu")
+    def make_pool(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> KVPool:
+        return KVPool.allocate(layout, num_blocks, device)
 
     def serve(self, pool: KVPool, welcome: Welcome, wake: Wake, host: str = "127.0.0.1") -> ChannelServer:
         raise ChannelError("channel 'local' joins two engines of one process; use local_pair, or channel shm or tcp")

@@ -16,12 +16,9 @@ import torch
 from engine.kv_pool import KVLayout, KVPool
 from kv_transfer.channel import ChannelError, ChannelServer, DecodeEnd, KVChannel, Wake
 from kv_transfer.channels.control import ControlDecodeEnd, ControlPrefillEnd, ControlServer
+from kv_transfer.channels.pool_description import PoolDescription, describe_blocks, read_blocks, unusable
 from kv_transfer.channels.shared_pool import SharedPoolDecodeEnd, SharedPoolPrefillEnd
 from kv_transfer.handoff import Hello, ToDecode, Welcome
-
-PoolDescription = dict[str, str | int]
-
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 class SharedPool(KVPool):
@@ -50,35 +47,22 @@ class SharedPool(KVPool):
 
     def describe(self) -> PoolDescription:
         """What another process of this host needs to `open_pool` it."""
-        layout = self.layout
         return {
             "pid": os.getpid(),
             "fd": self.fd,
             "inode": os.fstat(self.fd).st_ino,
-            "bytes": self.num_blocks * layout.block_bytes,
-            "num_blocks": self.num_blocks,
-            "num_layers": layout.num_layers,
-            "num_kv_heads": layout.num_kv_heads,
-            "block_size": layout.block_size,
-            "head_dim": layout.head_dim,
-            "dtype": str(layout.dtype).removeprefix("torch."),
+            **describe_blocks(self),
         }
 
 
 def open_pool(description: PoolDescription) -> KVPool:
     """Map a pool that another process described. Raises ChannelError when it is not there, not reachable or another."""
+    layout, num_blocks = read_blocks("shm", description)
     try:
-        layout = KVLayout(
-            num_layers=int(description["num_layers"]),
-            num_kv_heads=int(description["num_kv_heads"]),
-            block_size=int(description["block_size"]),
-            head_dim=int(description["head_dim"]),
-            dtype=_DTYPES[str(description["dtype"])],
-        )
-        num_blocks, num_bytes = int(description["num_blocks"]), int(description["bytes"])
+        num_bytes = int(description["bytes"])
         inode, path = description["inode"], f"/proc/{int(description['pid'])}/fd/{int(description['fd'])}"
     except (KeyError, ValueError) as error:
-        raise ChannelError(f"channel 'shm': the prefill worker's pool description is not usable: {error!r}") from None
+        raise unusable("shm", error) from None
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -119,7 +103,9 @@ class ShmChannel(KVChannel):
     name = "shm"
     shares_pool = True
 
-    def make_pool(self, layout: KVLayout, num_blocks: int) -> KVPool:
+    def make_pool(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> KVPool:
+        if device != "cpu":
+            raise ChannelError(f"channel 'shm' shares CPU memory, the pool is on {device}; use channel cuda_ipc")
         return SharedPool.create(layout, num_blocks)
 
     def serve(self, pool: KVPool, welcome: Welcome, wake: Wake, host: str = "127.0.0.1") -> ChannelServer:

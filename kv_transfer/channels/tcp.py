@@ -2,6 +2,7 @@
 
     decode end    binds a PULL socket and says where in Hello.data_address
     prefill end   connects a PUSH socket to it; blocks are sent out of the pool's memory, uncopied, by a thread
+                  (those of a GPU pool out of pinned memory, kv_transfer/channels/staging.py)
     decode end    a thread checks each block (expected key, size, checksum) and writes it to its place in the pool
 
 The two connections are not ordered with each other, so the decode end holds a Handoff back until its blocks are there;
@@ -15,6 +16,8 @@ from engine.kv_pool import KVLayout, KVPool
 from engine.wire import Connection, parse_address
 from kv_transfer.channel import ChannelError, ChannelServer, DecodeEnd, KVChannel, Wake
 from kv_transfer.channels.control import ControlDecodeEnd, ControlPrefillEnd, ControlServer
+from kv_transfer.channels.incoming import Incoming
+from kv_transfer.channels.mark import mark_work
 from kv_transfer.handoff import CancelPrefill, Handoff, Hello, PrefillFailed, ToDecode, TransferKey, Welcome
 
 try:
@@ -60,6 +63,7 @@ class TcpPrefillEnd(ControlPrefillEnd):
         self._sender = BlockSender(self._pool, hello.data_address, self._on_data_lost)
 
     def on_control_lost(self, reason: str) -> None:
+        super().on_control_lost(reason)
         if self._sender is not None:
             self._sender.stop()
 
@@ -70,12 +74,14 @@ class TcpPrefillEnd(ControlPrefillEnd):
 
 class TcpDecodeEnd(ControlDecodeEnd):
     def __init__(self, address: str, pool: KVPool, wake: Wake):
+        self._device = pool.tensor.device
         self._receiver: BlockReceiver | None = None
+        self._incoming = Incoming(lambda handoff: self._inbox.put(handoff), self._on_failed)
         super().__init__("tcp", address, wake)
         # The address by which this host reaches the prefill worker is one where that worker reaches this host.
         host, _ = parse_address(self._connection.local_address)
         try:
-            self._receiver = BlockReceiver(pool, host, self._inbox.put, self._on_failed)
+            self._receiver = BlockReceiver(pool, host, self._incoming)
         except ChannelError:
             self.close()
             raise
@@ -87,12 +93,10 @@ class TcpDecodeEnd(ControlDecodeEnd):
         return self._receiver.num_frames_dropped if self._receiver is not None else 0
 
     def expect(self, key: TransferKey, block_table: Sequence[int]) -> None:
-        assert self._receiver is not None
-        self._receiver.expect(key, block_table)
+        self._incoming.expect(key, block_table, mark_work(self._device))
 
     def forget(self, key: TransferKey) -> None:
-        assert self._receiver is not None
-        self._receiver.forget(key)
+        self._incoming.forget(key)
 
     def close(self) -> None:
         super().close()
@@ -100,11 +104,8 @@ class TcpDecodeEnd(ControlDecodeEnd):
             self._receiver.close()
 
     def on_message(self, message: ToDecode) -> None:
-        """report.transfer_ms is measured here, from the arrival of the Handoff (it leaves when the last chunk is
-        computed) to that of its last block: clocks of two hosts are never compared."""
         if isinstance(message, Handoff):
-            assert self._receiver is not None
-            self._receiver.hold(message)
+            self._incoming.hold(message)
             return
         if isinstance(message, PrefillFailed):
             self.forget(message.key)
@@ -127,8 +128,8 @@ class TcpChannel(KVChannel):
     name = "tcp"
     shares_pool = False
 
-    def make_pool(self, layout: KVLayout, num_blocks: int) -> KVPool:
-        return KVPool.allocate(layout, num_blocks, "cpu")
+    def make_pool(self, layout: KVLayout, num_blocks: int, device: str = "cpu") -> KVPool:
+        return KVPool.allocate(layout, num_blocks, device)
 
     def serve(self, pool: KVPool, welcome: Welcome, wake: Wake, host: str = "127.0.0.1") -> ChannelServer:
         return ControlServer(host, wake, lambda connection, wake, server: TcpPrefillEnd(pool, connection, wake, server))

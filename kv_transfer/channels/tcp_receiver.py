@@ -1,68 +1,36 @@
 """BlockReceiver: takes KV blocks that one prefill worker pushes over ZeroMQ and writes them where they are expected."""
 
 import atexit
-import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-import numpy as np
 import zmq
 
 from engine.kv_pool import KVPool
 from kv_transfer.channel import ChannelError
 from kv_transfer.channels.block_frame import BlockHeader
+from kv_transfer.channels.incoming import Incoming
+from kv_transfer.channels.staging import writer_of
 from kv_transfer.channels.tcp_sender import QUEUE_BLOCKS
 from kv_transfer.channels.wake_fd import WakeFd
-from kv_transfer.handoff import Handoff, TransferKey
-
-log = logging.getLogger(__name__)
 
 _MIN_FRAME_LIMIT = 1 << 20
-
-
-@dataclass
-class _Incoming:
-    """One expected transfer. `lock` is held while a block of it is written; `active` ends with its delivery, failure or
-    `forget`, and nothing is written after that."""
-
-    block_table: list[int]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    active: bool = True
-    arrived: set[int] = field(default_factory=set)
-    handoff: Handoff | None = None
-    handoff_arrival: float = 0.0
-
-    def is_complete(self) -> bool:
-        if self.handoff is None:
-            return False
-        first, end = self.handoff.report.num_blocks_held, self.handoff.num_blocks
-        return len(self.arrived) >= end - first and all(index in self.arrived for index in range(first, end))
 
 
 class BlockReceiver:
     """Its thread owns the socket, bound to a free port of `host`; `address` is what the sender connects to.
 
-    on_complete(handoff)   all blocks of the transfer are in the pool; called from this thread or `hold`'s
-    on_failed(key, why)    a block of the transfer came damaged; the rest of it will be dropped
-    num_frames_dropped     frames that no transfer expected (cancelled, stale, unknown) or that were not blocks
+    incoming             the transfers that are expected; one whose block comes damaged fails
+    num_frames_dropped   frames that no transfer expected (cancelled, stale, unknown) or that were not blocks
     """
 
-    def __init__(
-        self,
-        pool: KVPool,
-        host: str,
-        on_complete: Callable[[Handoff], None],
-        on_failed: Callable[[TransferKey, str], None],
-    ):
+    def __init__(self, pool: KVPool, host: str, incoming: Incoming):
         """Raises ChannelError when nothing can be bound on `host`."""
         self.num_frames_dropped = 0
         self._pool = pool
-        self._on_complete = on_complete
-        self._on_failed = on_failed
+        self._incoming = incoming
+        self._writer = writer_of(pool, incoming)
         self._lock = threading.Lock()
-        self._incoming: dict[TransferKey, _Incoming] = {}
         self._stop = threading.Event()
         self._on_drained: Callable[[], None] | None = None
         self._ended = False
@@ -82,39 +50,6 @@ class BlockReceiver:
         self._thread = threading.Thread(target=self._run, name=f"kv-receive-{self.address}", daemon=True)
         atexit.register(self.close)  # as in BlockSender
         self._thread.start()
-
-    def expect(self, key: TransferKey, block_table: Sequence[int]) -> None:
-        with self._lock:
-            assert key not in self._incoming, f"transfer {key!r} is expected already"
-            self._incoming[key] = _Incoming(list(block_table))
-
-    def forget(self, key: TransferKey) -> None:
-        """Waits for the block that is just being written, if one is."""
-        with self._lock:
-            incoming = self._incoming.pop(key, None)
-        if incoming is not None:
-            with incoming.lock:
-                incoming.active = False
-
-    def hold(self, handoff: Handoff) -> None:
-        """Deliver the handoff through on_complete once its blocks are here; at once when it has none to wait for. That
-        of a forgotten transfer is dropped."""
-        if handoff.num_blocks <= handoff.report.num_blocks_held:
-            self.forget(handoff.key)
-            self._on_complete(handoff)
-            return
-        with self._lock:
-            incoming = self._incoming.get(handoff.key)
-        if incoming is None:
-            return
-        if handoff.num_blocks > len(incoming.block_table):
-            self._fail(handoff.key, incoming, f"{handoff.num_blocks} blocks for {len(incoming.block_table)} places")
-            return
-        with incoming.lock:
-            incoming.handoff, incoming.handoff_arrival = handoff, time.monotonic()
-            complete = self._is_over(incoming)
-        if complete:
-            self._deliver(handoff.key, incoming)
 
     def drain(self, on_drained: Callable[[], None]) -> None:
         """The sender is gone: take what has already arrived, then call `on_drained` (from the thread, or here when it
@@ -145,9 +80,12 @@ class BlockReceiver:
                 draining = self._on_drained is not None
                 while self._receive() and draining and not self._stop.is_set():
                     pass
+                if not int(self._pull.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    self._writer.settle()
                 if draining:
                     self._call_drained()
         finally:
+            self._writer.settle()
             self._context.destroy(linger=0)
             self._wake.close()
             atexit.unregister(self.close)
@@ -177,58 +115,26 @@ class BlockReceiver:
         return True
 
     def _take(self, header: BlockHeader, body: memoryview) -> None:
-        with self._lock:
-            incoming = self._incoming.get(header.key)
-        if incoming is None:
+        num_places = self._incoming.num_places(header.key)
+        if num_places is None:
             self.num_frames_dropped += 1
             return
-        damage = self._damage(header, body, incoming)
+        damage = self._damage(header, body, num_places)
         if damage:
-            self._fail(header.key, incoming, damage)
+            self._incoming.fail(header.key, damage)
             return
-        with incoming.lock:
-            if not incoming.active:
-                self.num_frames_dropped += 1
-                return
-            target = self._pool.block_bytes_view(incoming.block_table[header.index])
-            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(body, np.uint8))  # not under the GIL
-            incoming.arrived.add(header.index)
-            complete = self._is_over(incoming)
-        if complete:
-            self._deliver(header.key, incoming)
+        write = self._incoming.begin(header.key, header.index, 1)
+        if write is None:
+            self.num_frames_dropped += 1
+            return
+        self._writer.write(write, body)
 
-    def _damage(self, header: BlockHeader, body: memoryview, incoming: _Incoming) -> str:
+    def _damage(self, header: BlockHeader, body: memoryview, num_places: int) -> str:
         block_bytes = self._pool.layout.block_bytes
         if len(body) != block_bytes:
             return f"block {header.index} has {len(body)} bytes instead of {block_bytes}"
         if header.sum_of(body) != header.checksum:
             return f"block {header.index} has a wrong checksum"
-        if header.index >= len(incoming.block_table):
-            return f"block {header.index} has no place among the {len(incoming.block_table)} that were reserved"
+        if header.index >= num_places:
+            return f"block {header.index} has no place among the {num_places} that were reserved"
         return ""
-
-    def _is_over(self, incoming: _Incoming) -> bool:
-        """Complete for the first time? The transfer's lock is held."""
-        if not incoming.active or not incoming.is_complete():
-            return False
-        incoming.active = False
-        return True
-
-    def _deliver(self, key: TransferKey, incoming: _Incoming) -> None:
-        self._remove(key, incoming)
-        assert incoming.handoff is not None
-        incoming.handoff.report.transfer_ms = (time.monotonic() - incoming.handoff_arrival) * 1000
-        self._on_complete(incoming.handoff)
-
-    def _fail(self, key: TransferKey, incoming: _Incoming, reason: str) -> None:
-        with incoming.lock:
-            was_active, incoming.active = incoming.active, False
-        self._remove(key, incoming)
-        if was_active:
-            log.warning("transfer %s failed: %s", key, reason)
-            self._on_failed(key, reason)
-
-    def _remove(self, key: TransferKey, incoming: _Incoming) -> None:
-        with self._lock:
-            if self._incoming.get(key) is incoming:
-                del self._incoming[key]

@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from engine.kv_pool import KVPool
 from kv_transfer.channels.block_frame import BlockHeader
+from kv_transfer.channels.staging import reader_of
 from kv_transfer.channels.wake_fd import WakeFd
 from kv_transfer.handoff import TransferKey
 
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 QUEUE_BLOCKS = 8
 """Blocks given to ZeroMQ at a time, on each side. Few, so that `abandon` stops soon."""
+
+_SPARE_BUFFERS = 4  # for the block that is sent, the next one, and those that ZeroMQ's own thread has
+_BUFFER_WAIT_S = 0.001
 
 _CONNECT_TIMEOUT_S = 10.0
 _CONTROL_GRACE_S = 1.0
@@ -53,6 +57,7 @@ class BlockSender:
 
     def __init__(self, pool: KVPool, address: str, on_lost: Callable[[str], None]):
         self._pool = pool
+        self._reader = reader_of(pool, QUEUE_BLOCKS + _SPARE_BUFFERS)
         self._address = address
         self._on_lost = on_lost
         self._lock = threading.Lock()
@@ -177,17 +182,29 @@ class BlockSender:
                 return
             key, index, block_id = self._waiting.popleft()
             outgoing = self._outgoing[key]
-        body = self._pool.block_bytes_view(block_id)
+            following = self._waiting[0] if self._waiting else None
+        block = (key, index, block_id)
+        body = self._reader.bytes_of(block, following)
+        if body is None:  # every pinned block is with ZeroMQ
+            self._put_back(outgoing, block)
+            self._stop.wait(_BUFFER_WAIT_S)
+            return
         header = BlockHeader.of(key, index, body).pack()
         try:
             tracker = push.send_multipart([header, body], zmq.NOBLOCK, copy=False, track=True)
         except zmq.Again:
-            with self._lock:
-                if outgoing.abandoned:
-                    outgoing.num_waiting -= 1
-                else:
-                    self._waiting.appendleft((key, index, block_id))
+            self._put_back(outgoing, block)
             return
+        message = cast(zmq.MessageTracker, tracker)
+        self._reader.lend(block, lambda: message.done)
         with self._lock:
-            outgoing.trackers.append(cast(zmq.MessageTracker, tracker))
+            outgoing.trackers.append(message)
             outgoing.num_waiting -= 1
+
+    def _put_back(self, outgoing: _Outgoing, block: tuple[TransferKey, int, int]) -> None:
+        """The block cannot go now."""
+        with self._lock:
+            if outgoing.abandoned:
+                outgoing.num_waiting -= 1
+            else:
+                self._waiting.appendleft(block)

@@ -204,7 +204,7 @@ def test_engines_over_the_channel_give_the_tokens_of_colocated(tiny_model, reque
                 cluster.step()
         cluster.run()
         assert {request.request_id: cluster.tokens(request.request_id) for request in requests} == expected
-        cluster.step_until(lambda: not any(cache.counts().leased for cache in cluster.caches()))
+        cluster.step_until(lambda: not any(cache.counts().leased for cache in cluster.caches))
         cluster.check_whole()
     finally:
         cluster.close()

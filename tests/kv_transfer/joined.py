@@ -10,9 +10,9 @@ from engine.kv_pool import KVLayout
 from engine.protocol import ModelInfo
 from engine.request import PrefillReport, Request, SampledToken, SamplingParams, TokenLogprobs
 from kv_transfer.channel import ChannelClosed, DecodeEnd, PrefillEnd
-from kv_transfer.channels import get_channel
 from kv_transfer.channels.local import local_pair
 from kv_transfer.handoff import Handoff, Hello, SamplerState, Welcome
+from tests.kv_transfer.channels import channel_of
 
 WAIT_S = 20
 NUM_BLOCKS = 64
@@ -42,6 +42,11 @@ def make_handoff(key, num_blocks=0, num_held=0) -> Handoff:
     return Handoff(request, token, SamplerState(seed=1, num_sampled=1), report, num_blocks=num_blocks)
 
 
+def decode_device(device: str) -> str:
+    """Where the decode pool is: on the second GPU where there is one."""
+    return "cuda:1" if device == "cuda" and torch.cuda.device_count() > 1 else device
+
+
 class Joined:
     """Both ends of one channel in this process, past Hello and Welcome.
 
@@ -50,10 +55,10 @@ class Joined:
     """
 
     def __init__(self, name: str, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS):
-        self.channel = get_channel(name)
+        self.channel, device = channel_of(name)
         self.server = None
         self.prefill_wake, self.decode_wake = threading.Event(), threading.Event()
-        self.prefill_pool = self.channel.make_pool(layout, num_blocks)
+        self.prefill_pool = self.channel.make_pool(layout, num_blocks, device)
         self.received: list = []
         self.prefill: PrefillEnd
         self.decode: DecodeEnd
@@ -61,7 +66,9 @@ class Joined:
             self.prefill, self.decode = local_pair(self.prefill_pool, self.prefill_wake.set, self.decode_wake.set)
             self.decode_pool = self.decode.pool
             return
-        own_pool = None if self.channel.shares_pool else self.channel.make_pool(layout, num_blocks)
+        own_pool = (
+            None if self.channel.shares_pool else self.channel.make_pool(layout, num_blocks, decode_device(device))
+        )
         self.welcome = Welcome("prefill-0", "epoch-p", num_blocks=num_blocks)
         self.server = self.channel.serve(self.prefill_pool, self.welcome, self.prefill_wake.set)
         self.decode, self.prefill, self.hello = self.join(own_pool, self.decode_wake.set)

@@ -1,16 +1,18 @@
 """A prefill worker's channel side as a process of its own: python -m tests.kv_transfer.prefill_process CHANNEL
 
-Prints its address. Answers a PrefillRequest with blocks 0..n-1 (block i filled with i + 1; n: prompt length) and a
-Handoff, but keeps the Handoff and the last block back when the request id is "stall". Answers AskBlocks(i) with the
-first value it sees in block i. Ends when its input ends.
+Prints "address HOST:PORT". Answers a PrefillRequest with blocks 0..n-1 (block i filled with i + 1; n: prompt length)
+and a Handoff, but keeps the Handoff and the last block back when the request id is "stall". Answers AskBlocks(i) with
+the first value it sees in block i. Ends when its input ends.
 """
 
 import sys
 import threading
 
+import torch
+
 from kv_transfer.channel import ChannelClosed
-from kv_transfer.channels import get_channel
 from kv_transfer.handoff import AskBlocks, GrantBlocks, Hello, PrefillRequest, Welcome
+from tests.kv_transfer.channels import channel_of
 from tests.kv_transfer.joined import LAYOUT, make_handoff
 
 
@@ -23,6 +25,8 @@ def answer(end, pool, welcome, message):
         num_blocks = len(message.request.prompt_token_ids)
         for i in range(num_blocks):
             pool.tensor[i].fill_(i + 1)
+        if pool.tensor.device.type == "cuda":
+            torch.cuda.synchronize()  # as an engine does, which waits for its step
         stall = message.request.request_id == "stall"
         end.send_blocks(message.key, 0, list(range(num_blocks - stall)))
         if not stall:
@@ -30,12 +34,12 @@ def answer(end, pool, welcome, message):
 
 
 def main() -> None:
-    channel = get_channel(sys.argv[1])
-    pool = channel.make_pool(LAYOUT, 16)
+    channel, device = channel_of(sys.argv[1])
+    pool = channel.make_pool(LAYOUT, 16, device)
     welcome = Welcome("prefill-0", "epoch-p", num_blocks=16)
     wake = threading.Event()
     server = channel.serve(pool, welcome, wake.set)
-    print(server.address, flush=True)
+    print("address", server.address, flush=True)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set(), wake.set()), daemon=True).start()
     ends = []

@@ -1,5 +1,6 @@
-"""What every KVChannel promises (kv_transfer/channel.py). A new channel joins by its name in CHANNELS."""
+"""What every KVChannel promises (kv_transfer/channel.py). A new channel joins by its name in channels.py."""
 
+import gc
 import random
 import threading
 
@@ -21,10 +22,11 @@ from kv_transfer.handoff import (
     TransferDone,
     Welcome,
 )
+from tests.kv_transfer.channels import EVERYWHERE
 from tests.kv_transfer.joined import Joined, make_handoff, open_fds, wait_closed, wait_for, wait_true
 
-CHANNELS = ["local", "shm", "tcp"]
-TWO_PROCESS = ["shm", "tcp"]
+CHANNELS = ["local", *EVERYWHERE]
+TWO_PROCESS = EVERYWHERE
 
 
 @pytest.fixture(params=CHANNELS)
@@ -280,7 +282,7 @@ def test_close_is_idempotent_and_ends_everything(joined):
     for _ in range(2):
         joined.prefill.close()
         joined.decode.close()
-    assert not joined.prefill.is_moving(("r", 0))
+    wait_true(lambda: not joined.prefill.is_moving(("r", 0)))
     joined.prefill.abandon(("r", 0))
     joined.decode.forget(("r", 0))
     joined.decode.send(Heartbeat(1.0))
@@ -330,7 +332,10 @@ def test_hello_and_welcome_open_the_channel(name):
 @pytest.mark.parametrize("name", TWO_PROCESS)
 def test_one_server_serves_several_decode_workers_apart(name):
     joined = Joined(name)
-    second_pool = None if joined.channel.shares_pool else joined.channel.make_pool(joined.prefill_pool.layout, 8)
+    device = str(joined.decode_pool.tensor.device)
+    second_pool = (
+        None if joined.channel.shares_pool else joined.channel.make_pool(joined.prefill_pool.layout, 8, device)
+    )
     second, second_prefill, _ = joined.join(second_pool, joined.decode_wake.set, worker="decode-1")
     try:
         assert (joined.prefill.peer, second_prefill.peer) == ("decode-0", "decode-1")
@@ -340,7 +345,7 @@ def test_one_server_serves_several_decode_workers_apart(name):
         second_prefill.send(make_handoff(("r", 0), num_blocks=1))
         (handoff,) = wait_for(second.poll, joined.decode_wake)
         assert handoff.key == ("r", 0)
-        assert torch.equal((second_pool or second.pool).tensor[3], written[3])
+        assert torch.equal((second_pool or second.pool).tensor[3].cpu(), written[3])
         assert joined.decode.poll() == []
         second.close()
         wait_closed(second_prefill, joined.prefill_wake)
@@ -386,13 +391,17 @@ def test_nobody_listening_is_a_clear_error(name):
     joined = Joined(name)
     address, hello, pool = joined.server.address, joined.hello, joined.decode_pool
     joined.close()
-    with pytest.raises(ChannelError, match=f"channel '{name}' found no prefill worker: cannot connect to {address}"):
+    message = f"channel '{joined.channel.name}' found no prefill worker: cannot connect to {address}"
+    with pytest.raises(ChannelError, match=message):
         joined.channel.connect(address, pool, hello, lambda: None)
 
 
 @pytest.mark.parametrize("name", CHANNELS)
 def test_opening_and_closing_leaves_no_file_or_thread(name):
-    Joined(name).close()  # what a library opens once for the process
+    first = Joined(name)  # what a library opens once for the process
+    first.barrier(1)
+    first.close()
+    del first
     threads = threading.active_count()
     wait_true(lambda: not any(thread.name.startswith(("wire-", "kv-")) for thread in threading.enumerate()))
     files = open_fds()
@@ -401,19 +410,21 @@ def test_opening_and_closing_leaves_no_file_or_thread(name):
         joined.barrier(1)
         joined.close()
         del joined
+    gc.collect()
     wait_true(lambda: open_fds() <= files)
     wait_true(lambda: threading.active_count() <= threads)
 
 
 def test_names_lead_to_channels():
-    for name in CHANNELS:
+    for name in ["local", "shm", "tcp", "cuda_ipc", "cuda_p2p", "nccl"]:
         assert get_channel(name).name == name
 
 
 def test_unknown_channel_lists_the_known_ones():
     with pytest.raises(ChannelError) as caught:
         get_channel("carrier-pigeon")
-    assert str(caught.value) == "no channel 'carrier-pigeon'; use one of: local, shm, tcp"
+    known = "local, shm, cuda_ipc, cuda_p2p, nccl, tcp, nixl"
+    assert str(caught.value) == f"no channel 'carrier-pigeon'; use one of: {known}"
 
 
 def test_handoffs_key_names_the_attempt():

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.request import Request, SamplingParams
-from kv_transfer.channels import get_channel
 from kv_transfer.handoff import AskBlocks, Hello, PrefillRequest
-from tests.kv_transfer.joined import LAYOUT, model_info, wait_closed, wait_messages
+from tests.kv_transfer.channels import ON_CPU, ON_GPU, ON_TWO_GPUS, WITH_NIXL, channel_of, needs_gpus, needs_nixl
+from tests.kv_transfer.joined import LAYOUT, decode_device, model_info, wait_closed, wait_messages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,10 +27,11 @@ class Decode:
             stdout=subprocess.PIPE,
             text=True,
         )
-        address = self.process.stdout.readline().strip()
-        channel = get_channel(name)
+        lines = iter(self.process.stdout.readline, "")  # a channel's library may print, too
+        address = next(line.split()[1] for line in lines if line.startswith("address "))
+        channel, device = channel_of(name)
         self.wake = threading.Event()
-        own_pool = None if channel.shares_pool else channel.make_pool(LAYOUT, 16)
+        own_pool = None if channel.shares_pool else channel.make_pool(LAYOUT, 16, decode_device(device))
         hello = Hello("decode-0", "epoch-d", model_info(LAYOUT))
         self.end = channel.connect(address, own_pool, hello, self.wake.set)
         self.wait(1)
@@ -51,7 +52,7 @@ class Decode:
         assert self.process.wait(20) in (0, -9)
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=[*ON_CPU, *needs_gpus(ON_GPU, 1), *needs_gpus(ON_TWO_GPUS, 2), *needs_nixl(WITH_NIXL)])
 def decode(request):
     decode = Decode(request.param)
     yield decode
