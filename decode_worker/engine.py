@@ -30,8 +30,8 @@ from prefill_worker.engine import BROKEN_LOGITS
 @dataclass(eq=False)
 class Entry:
     """One request inside the engine. `leg` numbers its prefills here, so that nothing of an earlier one can be
-    mistaken for the current one's; blocks and messages carry (request id, leg). `num_computed` counts positions whose KV
-    is there or being computed, `in_flight` the tokens being sampled."""
+    mistaken for the current one's; blocks and messages carry (request id, leg). `num_computed` counts positions whose
+    KV is there or being computed, `in_flight` the tokens being sampled."""
 
     request: Request
     sequence: Sequence

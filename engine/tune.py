@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,14 @@ def time_product(rows: int, products: list[Linear], may_split: bool) -> tuple[fl
     cublas = time_us(lambda index: F.linear(x, products[index % len(products)].weight), len(products))
     best: tuple[float, tuple[int, ...] | None] = (float("inf"), None)
     tile_m = max(16, 1 << (rows - 1).bit_length())
+
+    def multiply(tiling: Tiling, index: int) -> torch.Tensor:
+        return matmul(x, products[index % len(products)].weight, None, tiling)
+
     for (tile_n, tile_k, stages, warps), parts in itertools.product(TILES, PARTS if may_split else (1,)):
         tiling = Tiling(tile_m, tile_n, tile_k, parts, warps, stages)
         try:
-            taken = time_us(
-                lambda index, tiling=tiling: matmul(x, products[index % len(products)].weight, None, tiling),
-                len(products),
-            )
+            taken = time_us(partial(multiply, tiling), len(products))
         except Exception as error:  # more shared memory than the device has, say
             log.debug("%s does not run: %s", tiling, error)
             continue

@@ -20,10 +20,10 @@ from router.http_protocol import StreamingProtocol
 from router.supervisor import Supervisor, worker_specs
 
 HTTP_STOP_S = 3
-KEEP_ALIVE_S = 75
-"""An idle connection is closed after this long. Clients keep theirs for 5 s or a minute: whoever waits longer must be the
-server, or a request meets a connection that is just being closed."""
 """How long responses whose requests have ended may take to leave, in seconds."""
+KEEP_ALIVE_S = 75
+"""An idle connection is closed after this long. Clients keep theirs for 5 s or a minute: whoever waits longer must be
+the server, or a request meets a connection that is just being closed."""
 
 
 class ServerError(RuntimeError):
