@@ -177,9 +177,7 @@ class WeightsBuilder:
             qkv=self.linear(f"{attention}.qkv_proj", qkv, hidden, config.qkv_bias),
             query_norm=self.tensor(f"{attention}.q_norm.weight", head_dim) if config.qk_norm else None,
             key_norm=self.tensor(f"{attention}.k_norm.weight", head_dim) if config.qk_norm else None,
-            attention_out=self.linear(
-                f"{attention}.o_proj", {f"{attention}.o_proj": hidden}, query, config.o_bias
-            ),
+            attention_out=self.linear(f"{attention}.o_proj", {f"{attention}.o_proj": hidden}, query, config.o_bias),
             mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
             gate_up=self.linear(f"{mlp}.gate_up_proj", gate_up, hidden, config.mlp_bias),
             down=self.linear(

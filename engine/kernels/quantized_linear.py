@@ -40,7 +40,7 @@ class QuantizedLinear:
     """A weight `[out_features, in_features]`.
 
     codes        int32 `[out_features, words]` of w4a16 and w8a16, int8 `[out_features, in_features]` of w8a8
-    scales       float16 or bfloat16 `[out_features, groups]`; float32 `[out_features]` of w8a8
+    scales       `[out_features, groups]`, of any float dtype; float32 `[out_features]` of w8a8
     zeros        as scales, None: all 2^(bits - 1) (symmetric)
     group_size   inputs that share a scale; 0 for w8a8
     permutation  int32 `[in_features]` or None, see above
@@ -248,7 +248,6 @@ def from_codes(
     scales = F.pad(scales, (0, missing))
     if zeros is not None:
         zeros = F.pad(zeros, (0, missing))
-    scales = scales if scales.dtype == torch.bfloat16 else scales.half()
     symmetric = zeros is None or bool((zeros == 1 << (bits - 1)).all())
     return QuantizedLinear(
         "w4a16" if bits == 4 else "w8a16",

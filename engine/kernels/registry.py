@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from engine.config import ConfigError
 from engine.kernels.attention_batch import AttentionBatch, Groups
 from engine.kernels.linear import Linear
+from engine.kernels.quantized_linear import QuantizedLinear
+from engine.kernels.quantized_products import QuantizedProducts
 
 Function = Callable[..., Any]
 
@@ -159,8 +161,10 @@ class Kernels:
         *,
         pdl: bool = False,
         deterministic: bool = False,
+        quantized: QuantizedProducts | None = None,
     ):
         self.chosen = chosen
+        self.quantized = quantized
         self.tuning = tuning
         self.num_kv_heads = num_kv_heads
         self.deterministic = deterministic
@@ -193,7 +197,12 @@ class Kernels:
 
     def fuses_rows(self, num_rows: int) -> bool:
         """Whether a decode batch of this size goes through gemv."""
-        return "gemv" in self.chosen and not self.deterministic and num_rows in GEMV_ROWS[self.chosen["gemv"][0]]
+        if self.deterministic:
+            return False
+        plain = "gemv" in self.chosen and num_rows in GEMV_ROWS[self.chosen["gemv"][0]]
+        if self.quantized is None:
+            return plain
+        return self.quantized.fuses_rows(num_rows) and (plain or not self.quantized.beside_plain)
 
     def add_rms_norm(self, residual, delta, weight, eps):
         return self._call("add_rms_norm", residual, delta, weight, eps, **self.pdl)
@@ -219,22 +228,31 @@ class Kernels:
             shared = self._call("shared_prefix_attention", query, pool, layer, batch, groups, GROUP_PARTS, own_parts)
         return self._call("decode_attention", query, pool, layer, batch, window, num_parts, shared, **self.pdl)
 
-    def linear(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, layer: Linear | QuantizedLinear) -> torch.Tensor:
         """x `[T, K]` -> `[T, N]`."""
+        if isinstance(layer, QuantizedLinear):
+            assert self.quantized is not None
+            return self.quantized.linear(x, layer)
         tiling = self._tiling(len(x), layer)
         if tiling is not None and tiling.parts == 1:
             return self._call("matmul", x, layer.weight, layer.bias, tiling)
         return F.linear(x, layer.weight, layer.bias)
 
-    def linear_parts(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
+    def linear_parts(self, x: torch.Tensor, layer: Linear | QuantizedLinear) -> torch.Tensor:
         """The same, or float32 `[parts, T, N]` whose sum it is, for add_rms_norm."""
+        if isinstance(layer, QuantizedLinear):
+            assert self.quantized is not None
+            return self.quantized.linear(x, layer, may_split=True)
         tiling = self._tiling(len(x), layer)
         if tiling is not None and tiling.parts > 1 and layer.bias is None:
             return self._call("matmul", x, layer.weight, None, tiling)
         return self.linear(x, layer)
 
-    def gemv(self, x: torch.Tensor, layer: Linear, **fused) -> torch.Tensor:
+    def gemv(self, x: torch.Tensor, layer: Linear | QuantizedLinear, **fused) -> torch.Tensor:
         """x `[M, K]` with M in GEMV_ROWS; `fused` are the keywords of the kernels."""
+        if isinstance(layer, QuantizedLinear):
+            assert self.quantized is not None
+            return self.quantized.gemv(x, layer, **fused, **self.pdl)
         return self._call("gemv", x, layer.weight, layer.bias, **fused, **self.pdl)
 
     def _tiling(self, num_rows: int, layer: Linear):

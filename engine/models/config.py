@@ -31,6 +31,8 @@ class ModelConfig:
     qk_norm           RMSNorm over each query and key head before rope (Qwen3)
     eos_token_ids     from generation_config.json, else from config.json
     dtype             dtype of the checkpoint as config.json names it ("" when it does not)
+    quantization      quantization_config as config.json has it (engine/quant_formats reads it), None: a plain
+    checkpoint
     """
 
     model_type: str
@@ -52,6 +54,7 @@ class ModelConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
+    quantization: dict[str, Any] | None = None
 
     @classmethod
     def from_dir(cls, model_dir: str | Path) -> "ModelConfig":
@@ -101,8 +104,9 @@ class _Reader:
 
     def read(self) -> ModelConfig:
         family = self.family()
-        if "quantization_config" in self.values:
-            raise ModelError(f"{self.path}: quantized checkpoints are not supported (quantization_config is set)")
+        quantization = self.values.get("quantization_config") or self.values.get("compression_config")
+        if quantization is not None and not isinstance(quantization, dict):
+            raise ModelError(f"{self.path}: quantization_config must be an object, not {quantization!r}")
         activation = self.values.get("hidden_act", "silu")
         if activation != "silu":
             raise ModelError(f"{self.path}: hidden_act {activation!r} is not supported, only 'silu'")
@@ -139,6 +143,7 @@ class _Reader:
             qk_norm=family == "qwen3",
             eos_token_ids=self.eos_token_ids(),
             dtype=str(self.values.get("dtype") or self.values.get("torch_dtype") or "").removeprefix("torch."),
+            quantization=quantization,
         )
 
     def family(self) -> str:

@@ -8,11 +8,10 @@ windows, rope.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from engine.kernels.kv_write import kv_write
-from engine.kernels.linear import linear
 from engine.kernels.paged_attention import AttentionPlan, paged_attention
+from engine.kernels.quantized_linear import embed, linear
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.rope import apply_rope
 from engine.kernels.swiglu import swiglu
@@ -44,7 +43,7 @@ class Transformer:
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         """Compute the batch's tokens and store their KV in the pool. Returns the last layer's output, before the
         final norm, `[T, hidden_size]`."""
-        hidden = F.embedding(batch.token_ids, self.weights.embedding)
+        hidden = embed(batch.token_ids, self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
             normed = rms_norm(hidden, layer.input_norm, self.config.rms_norm_eps)
             hidden = hidden + self._attention(index, layer, normed, batch, pool)

@@ -134,7 +134,7 @@ def test_missing_keys_mean_what_they_mean_to_transformers(tmp_path):
         ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
         ({"architectures": None, "model_type": "gpt2"}, "architecture 'gpt2' is not supported; supported: Qwen3For"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"quantization_config": "awq"}, "quantization_config must be an object"),
         ({"hidden_size": "64"}, "hidden_size is '64', expected a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),

@@ -1,15 +1,16 @@
 """Products with int4 and int8 weights and plain activations, in the layout of engine/kernels/quantized_linear.py.
 
-    gemv        one to four rows, no tl.dot; bound by the bytes of the weight, with the norm, the gate and the residual of
-                engine/kernels/triton/gemv.py inside
+    gemv        one to four rows, no tl.dot; bound by the bytes of the weight, with the norm, the gate and the residual
+                of engine/kernels/triton/gemv.py inside
     matmul      up to a few dozen rows with tl.dot (SM80 and newer): the weight is the left operand, which goes from
                 registers to the tensor cores, and the activations, transposed, are the right one
     dequantize  the whole weight in the activations' dtype, for cuBLAS: many rows
 
 A block is 16 words. Field i of its words, 16 neighbouring inputs, is taken out of all of them at once:
 
-    gemv    the field stays where it is in the low 16 bits and becomes the low mantissa of a float32 of exponent 2^23
-            (one LOP3), less 2^23 and the middle code (one FADD); its place, a power of two, is undone on x
+    gemv    the field stays where it is in the low 16 bits, which by themselves are a float32, code * 2^(place - 149), a
+            subnormal one; x is multiplied by 2^(96 - place), all of it exact, and what is left, 2^-53, is undone at
+            the end. So a weight costs one logic instruction and one multiply-add. Zeros go on the sum of x
     matmul  the field is shifted down and becomes the low mantissa of a float16 of exponent 2^10, less 2^10 and the zero
 
 Codes less zeros are small integers, exact in every dtype; scales are applied to float32 sums of a group.
@@ -23,7 +24,8 @@ import triton.language as tl
 
 from engine.kernels.quantized_linear import PADDING, WORDS, QuantizedLinear
 
-MAX_GEMV_ROWS = 4
+TWO_53 = tl.constexpr(2.0**53)
+TWO_96 = tl.constexpr(2.0**96)
 PROGRAMS_WANTED = 256
 """Programs of a matmul that keep a GPU busy."""
 MOST_PARTS = 8
@@ -40,15 +42,17 @@ class Tiling:
     num_stages: int = 4
 
 
+UNIFORM = Tiling(64, 64)
+"""One tiling for any number of rows: each row's sums are made in the same order whatever the batch."""
+
+
 @triton.jit
-def _centred(words, FIELD: tl.constexpr, BITS: tl.constexpr):
-    """(code - 2^(BITS - 1)) * 2^(BITS * place) of one field, float32."""
+def _subnormal(words, FIELD: tl.constexpr, BITS: tl.constexpr):
+    """code * 2^(place - 149) of one field, float32; place = BITS * (FIELD % (16 / BITS))."""
     PLACES: tl.constexpr = 16 // BITS
-    SHIFT: tl.constexpr = BITS * (FIELD % PLACES)
-    MASK: tl.constexpr = ((1 << BITS) - 1) << SHIFT
-    MIDDLE: tl.constexpr = 8388608.0 + ((1 << (BITS - 1)) << SHIFT)
+    MASK: tl.constexpr = ((1 << BITS) - 1) << (BITS * (FIELD % PLACES))
     half = words >> 16 if FIELD >= PLACES else words
-    return ((half & MASK) | 0x4B000000).to(tl.float32, bitcast=True) - MIDDLE
+    return (half & MASK).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -112,41 +116,43 @@ def _gemv(
             part_up = tl.zeros([M, ROWS, BLOCKS, 16], tl.float32)
             total = tl.zeros([M, 1, BLOCKS, 16], tl.float32)
             for step in tl.static_range(FIELDS // SUBS):
-                FIELD: tl.constexpr = sub * (FIELDS // SUBS) + step
-                inputs = (first + block) * BLOCK + FIELD * 16 + word
+                inputs = (first + block) * BLOCK + (sub * (FIELDS // SUBS) + step) * 16 + word
                 inside = inputs < num_inputs
                 source = tl.load(permutation + inputs, mask=inside, other=0) if PERMUTED else inputs
                 values = tl.load(x + batch * num_inputs + source, mask=inside, other=0.0).to(tl.float32)
                 if NORM:
                     squares += values * values
                     values *= tl.load(norm_weight + source, mask=inside, other=0.0).to(tl.float32)
-                if ZEROS:
-                    total += values
-                values *= 1.0 / (1 << (BITS * (FIELD % (16 // BITS))))
-                part += _centred(words, FIELD, BITS) * values
+                total += values
+                values *= TWO_96 / (1 << (BITS * ((sub * (FIELDS // SUBS) + step) % (16 // BITS))))
+                part += _subnormal(words, sub * (FIELDS // SUBS) + step, BITS) * values
                 if GATED:
-                    part_up += _centred(words_up, FIELD, BITS) * values
+                    part_up += _subnormal(words_up, sub * (FIELDS // SUBS) + step, BITS) * values
+            total *= 1 / TWO_53
             group = ((first + block) * BLOCK + sub * GROUP) // GROUP
             in_groups = in_rows & (group < num_groups)
             at = row * num_groups + group
             if ZEROS:
-                part -= (tl.load(zeros + at, mask=in_groups, other=0.0).to(tl.float32) - (1 << (BITS - 1))) * total
+                part -= tl.load(zeros + at, mask=in_groups, other=0.0).to(tl.float32) * total
+            else:
+                part -= total * (1 << (BITS - 1))
             acc += part * tl.load(scales + at, mask=in_groups, other=0.0).to(tl.float32)
             if GATED:
                 at_up = at + num_outputs * num_groups
                 if ZEROS:
-                    zero_up = tl.load(zeros + at_up, mask=in_groups, other=0.0).to(tl.float32)
-                    part_up -= (zero_up - (1 << (BITS - 1))) * total
+                    part_up -= tl.load(zeros + at_up, mask=in_groups, other=0.0).to(tl.float32) * total
+                else:
+                    part_up -= total * (1 << (BITS - 1))
                 acc_up += part_up * tl.load(scales + at_up, mask=in_groups, other=0.0).to(tl.float32)
     in_outputs = rows < num_outputs
-    result = tl.sum(tl.sum(acc, 3), 2)
+    result = tl.sum(tl.sum(acc, 3), 2) * TWO_53
     if NORM:
         scale = tl.rsqrt(tl.sum(tl.sum(squares, 3), 2) / num_inputs + eps)
         result *= scale
     if BIAS:
         result += tl.load(bias + rows, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        up = tl.sum(tl.sum(acc_up, 3), 2)
+        up = tl.sum(tl.sum(acc_up, 3), 2) * TWO_53
         if NORM:
             up *= scale
         if BIAS:
@@ -166,19 +172,21 @@ def gemv(
     eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
-    rows: int = 4,
+    rows: int | None = None,
     blocks: int = 8,
-    num_warps: int = 4,
+    num_warps: int = 1,
     pdl: bool = False,
 ) -> torch.Tensor:
     """x `[M, K]`, M of 1, 2 or 4; a w4a16 or w8a16 layer of N outputs -> `[M, N]`, or `[M, N / 2]` when gated.
 
     norm_weight: the input is rms_norm(x) * norm_weight. gated: the layer holds gate rows, then up rows; the result is
-    silu(gate) * up. residual: `[M, N]`, the result is added to it in place and it is returned. A program computes `rows`
-    outputs and walks their inputs `blocks` blocks at a time.
+    silu(gate) * up. residual: `[M, N]`, the result is added to it in place and it is returned. A program computes
+    `rows` outputs (4; 2 for four rows of x, which fit the registers) and walks their inputs `blocks` blocks at a time;
+    with 8 blocks a warp its threads share no inputs.
     """
     num_rows, num_inputs = x.shape
     num_outputs = layer.out_features // 2 if gated else layer.out_features
+    rows = rows or (2 if num_rows > 2 else 4)
     out = residual
     if out is None:
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
@@ -277,12 +285,11 @@ def _matmul(
                 zero = tl.full([TILE_N], 1024 + (1 << (BITS - 1)), tl.float16)
             part = tl.zeros([TILE_N, TILE_M], tl.float32)
             for step in tl.static_range(FIELDS // SUBS):
-                FIELD: tl.constexpr = sub * (FIELDS // SUBS) + step
-                inputs = block * BLOCK + FIELD * 16 + word
+                inputs = block * BLOCK + (sub * (FIELDS // SUBS) + step) * 16 + word
                 inside = inputs < num_inputs
                 source = tl.load(permutation + inputs, mask=inside, other=0) if PERMUTED else inputs
                 right = tl.load(x_rows + source[:, None], mask=inside[:, None] & in_rows[None, :], other=0.0)
-                left = _code_and_zero(words, zero[:, None], FIELD, BITS).to(right.dtype)
+                left = _code_and_zero(words, zero[:, None], sub * (FIELDS // SUBS) + step, BITS).to(right.dtype)
                 part = tl.dot(left, right, part, input_precision="ieee")
             acc += part * scale[:, None]
     if BIAS:
