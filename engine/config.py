@@ -35,8 +35,8 @@ class ModelSection(Section):
     max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
     quantization: Literal["none", "auto", "w4a16", "w8a16", "w8a8", "mixed"] = Field(
         "none",
-        description="what the weights of an unquantized model are rounded to as they are loaded; a quantized model stays "
-        "as it is. auto: on a GPU the smallest scheme above the quality floor (docs/quantization.md)",
+        description="what the weights of an unquantized model are rounded to as they are loaded; a quantized model "
+        "stays as it is. auto: on a GPU the smallest scheme above the quality floor (docs/quantization.md)",
     )
     head_precision: Literal["full", "int8", "int4"] = Field(
         "full", description="the same for the output head of an unquantized model"
