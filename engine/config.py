@@ -31,7 +31,9 @@ class Section(BaseModel):
 class ModelSection(Section):
     dir: str | None = Field(None, description="Hugging Face model directory; the MODEL_DIR variable wins over it")
     weights: Literal["files", "random"] = Field("files", description="random: the same shapes without weight files")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="auto: float32 on CPU")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="auto: float32 on CPU, else the checkpoint's, float16 on GPUs without bfloat16"
+    )
     max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
     quantization: Literal["none", "auto", "w4a16", "w8a16", "w8a8", "mixed"] = Field(
         "none",

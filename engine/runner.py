@@ -218,9 +218,14 @@ def wanted_rows(chunks: list[SequenceChunk]) -> list[int]:
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: str) -> torch.dtype:
-    """The torch dtype that a configuration's `dtype` means on a device. Raises ModelError."""
+    """The torch dtype that a configuration's `dtype` means on a device. Raises ModelError.
+
+    "auto": float32 on CPU, else the checkpoint's own; but GPUs before SM80 compute in float16, having no bfloat16.
+    """
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else config.dtype or "float16"
+        if dtype == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+            dtype = "float16"
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[dtype]

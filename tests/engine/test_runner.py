@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.kv_pool import KVPool
 from engine.models.config import ModelConfig, ModelError
-from engine.runner import ModelRunner, SequenceChunk
+from engine.runner import ModelRunner, SequenceChunk, resolve_dtype
 from engine.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -191,3 +192,15 @@ def test_every_refusal_is_one_line(copy):
     with pytest.raises(ModelError) as caught:
         load(copy)
     assert "\n" not in str(caught.value)
+
+
+def test_auto_keeps_the_checkpoints_dtype_but_where_a_gpu_lacks_it(tiny_model, monkeypatch):
+    config = replace(ModelConfig.from_dir(tiny_model("qwen3")), dtype="bfloat16")
+    capability = [(7, 5)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
+    assert resolve_dtype("auto", config, "cpu") == torch.float32
+    assert resolve_dtype("auto", config, "cuda") == torch.float16
+    assert resolve_dtype("bfloat16", config, "cuda") == torch.bfloat16  # asked for by name
+    capability[0] = (8, 0)
+    assert resolve_dtype("auto", config, "cuda") == torch.bfloat16
+    assert resolve_dtype("auto", replace(config, dtype="float16"), "cuda") == torch.float16
