@@ -33,9 +33,7 @@ FIELDS = 5
 
 
 @triton.jit
-def _advance(
-    inputs, tables, last_token, token_ids, blocks, kv_len, num_rows, table_stride, block_size, PDL: tl.constexpr
-):
+def _advance(inputs, tables, last_token, token_ids, blocks, kv_len, num_rows, table_stride, block_size):
     row = tl.program_id(0)
     slot = tl.load(inputs + row).to(tl.int64)
     position = tl.load(inputs + num_rows + row)
@@ -59,7 +57,7 @@ def _remember(inputs, tokens, last_token):
 
 @dataclass
 class PendingStep(Step):
-    """A step on its way. `readers` fetch the log-probabilities of the rows that asked for them."""
+    """A step on its way. `rest` fetches the log-probabilities of `rest_rows`."""
 
     event: torch.cuda.Event
     tokens: torch.Tensor
@@ -112,8 +110,7 @@ class DecodeBatch:
         self.groups = SharedGroups(group, pool.layout.block_size) if share else None
         self.recorded: dict[tuple[int, bool], _Recorded] = {}
         self.num_grouped_steps = 0
-        buckets = sorted({min(size, max_running) for size in BUCKETS if size < 2 * max_running})
-        self.buckets = [size for size in buckets if size <= max_running]
+        self.buckets = [*(size for size in BUCKETS if size < max_running), max_running]
 
     # slots
 
@@ -229,7 +226,6 @@ class DecodeBatch:
             size,
             self.tables.stride(0),
             self.pool.layout.block_size,
-            PDL=False,
         )
         recorded.logits = logits = model.logits(recorded.batch, self.pool.tensor, None)
         assert logits is not None

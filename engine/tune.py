@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.cache_directory import cache_directory
 from engine.kernels.linear import Linear
 from engine.kernels.quantized_linear import QuantizedLinear
 from engine.kernels.registry import Shape, Tuning, size_of
-from engine.kernels.self_check import cache_directory, keep, machine_key
+from engine.kernels.self_check import keep, machine_key
 from engine.weights import ModelWeights
 
 log = logging.getLogger("tune")

@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.cache_directory import cache_directory
 from engine.kernels.linear import Linear, can_pack, pack
 from engine.kernels.quantized_linear import QuantizedEmbedding, QuantizedLinear, densify
-from engine.kernels.self_check import cache_directory
 from engine.models.config import ModelConfig, ModelError
 from engine.quant_formats.published import OWN_METHOD, read_format
 from engine.quant_formats.readers import CachingReader, PublishedReader, Reader, RoundingReader, StoredReader, cache_key

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from engine.cache_directory import cache_directory
 from engine.kernels.attention_batch import AttentionBatch, Groups
 from engine.kernels.dense_attention import dense_attention
 from engine.kernels.registry import OPTIONAL, TABLE, Function, Shape
@@ -28,11 +29,6 @@ log = logging.getLogger("kernels")
 
 TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4}
 """Largest ||out - reference|| / ||reference||; rounding of the inputs' dtype stays well below it."""
-
-
-def cache_directory() -> Path:
-    """Where what was found out about this machine is kept: $BATON_CACHE, default ~/.cache/baton."""
-    return Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
 
 
 def machine_key(shape: object) -> str:

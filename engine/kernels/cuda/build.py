@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.cache_directory import cache_directory
+
 PTX75 = "ptx75"
 """PTX for compute_75, which the driver of any newer GPU compiles: runs Turing's code path on other cards."""
 
@@ -46,13 +48,15 @@ def find_nvcc() -> str:
     raise BuildError("nvcc not found in CUDA_HOME, PATH or /usr/local/cuda; install the CUDA toolkit or set CUDA_HOME")
 
 
-def cache_directory() -> Path:
-    """$BATON_CACHE, or ~/.cache/baton. Created if missing; raises BuildError where it cannot be written."""
-    path = Path(os.environ.get("BATON_CACHE") or "~/.cache/baton")
+def writable_cache() -> Path:
+    """The cache directory, created if missing. Raises BuildError where it cannot be found or written."""
     try:
-        path = path.expanduser()
+        path = cache_directory()
+    except RuntimeError as error:
+        raise BuildError(f"cannot create the kernel cache ~/.cache/baton: {error}; set BATON_CACHE") from error
+    try:
         path.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise BuildError(f"cannot create the kernel cache {path}: {error}; set BATON_CACHE") from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise BuildError(f"the kernel cache {path} is not writable; set BATON_CACHE to a directory that is")
@@ -70,7 +74,7 @@ def build(source: Path, arch: str) -> Build:
     for path in (source, *sorted(source.parent.glob("*.cuh"))):
         key.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     suffix = ".ptx" if arch == PTX75 else ".cubin"
-    target = cache_directory() / f"{source.stem}-{arch}-{key.hexdigest()[:16]}{suffix}"
+    target = writable_cache() / f"{source.stem}-{arch}-{key.hexdigest()[:16]}{suffix}"
     log_path = target.with_suffix(".log")
     if target.exists() and log_path.exists():
         return Build(target, log_path.read_text(), 0.0, True)
